@@ -1,0 +1,22 @@
+"""Symmetric int8 quantisation of activations, one scale a token."""
+
+import torch
+from torch import Tensor
+
+_TINY = 1e-12  # keeps an all-zero token from dividing by zero
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 codes [n, d] and fp32 scales [n, 1] of x [n, d], such that x ~ codes * scale."""
+    largest = x.abs().amax(-1, keepdim=True).clamp_min_(_TINY)
+    return (x * (127.0 / largest)).round_().to(torch.int8), largest / 127.0
+
+
+def rms_norm_quantize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """RMSNorm of x [n, d] with weight [d], quantised a token at a time, as `quantize_rows`.
+
+    Codes do not change when a token is scaled, so the norm's own factor only enters the scale: one pass less.
+    """
+    root_mean_square = (torch.linalg.vector_norm(x, 2, -1, keepdim=True).square_() / x.shape[-1] + eps).rsqrt_()
+    codes, scale = quantize_rows(x * weight)
+    return codes, scale * root_mean_square

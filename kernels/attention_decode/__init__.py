@@ -1,0 +1,12 @@
+"""Attention of one new token over a head's whole history: exact tokens and packed runs together."""
+
+from kernels.attention_decode import int4pack, ref
+from kernels.attention_decode.ref import PackedRun
+from kernels.registry import Backend, Kernel, always
+
+KV4_DECODE = Kernel(
+    "attention_decode",
+    (Backend("int4pack", int4pack, int4pack.declines), Backend("reference", ref, always)),
+)
+
+__all__ = ["KV4_DECODE", "PackedRun"]

@@ -1,0 +1,18 @@
+"""What this processor can do, asked once."""
+
+from functools import cache
+
+import torch
+
+
+@cache
+def vector_width() -> str:
+    """torch's name for the widest vectors it uses here: 'AVX512', 'AVX2', 'DEFAULT', ..."""
+    return torch.backends.cpu.get_cpu_capability()
+
+
+@cache
+def fast_bf16() -> bool:
+    """Whether bf16 products run on matrix units (AMX) instead of being emulated."""
+    probe = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return bool(probe and probe())

@@ -1,0 +1,41 @@
+"""oneDNN's int8 linear on the CPU (AMX, VNNI), with the channel scales in its epilogue."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+@cache
+def _works() -> str | None:
+    try:
+        weight = torch.arange(-32, 32, dtype=torch.int8).reshape(4, 16)
+        codes = torch.arange(-16, 16, dtype=torch.int8).reshape(2, 16)
+        exact = codes.float() @ weight.float().T
+        if not torch.equal(matmul(codes, prepack(weight), torch.ones(4)), exact):
+            return "oneDNN's int8 linear is not exact on this processor"
+    except (RuntimeError, AttributeError) as error:
+        return f"oneDNN's int8 linear is not in this build of torch ({str(error).splitlines()[0]})"
+    return None
+
+
+def declines(device: torch.device) -> str | None:
+    """Serves the CPU where a small product comes out exact."""
+    return _works() if device.type == "cpu" else f"CPU only, not {device.type}"
+
+
+def prepack(weight: Tensor) -> Tensor:
+    """Reorders an int8 weight [out, in] for the matrix units, once."""
+    return torch.ops.onednn.qlinear_prepack(weight, None)
+
+
+@cache
+def _zero_points(channels: int) -> Tensor:
+    return torch.zeros(channels, dtype=torch.int32)
+
+
+def matmul(codes: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """fp32 [n, out] = (codes [n, in] @ weight^T) * scale [out]; `weight` comes from `prepack`."""
+    return torch.ops.onednn.qlinear_pointwise(
+        codes, 1.0, 0, weight, scale, _zero_points(scale.shape[0]), None, 1.0, 0, torch.float32, "none", [], ""
+    )

@@ -1,0 +1,90 @@
+"""One sequence's KV cache: retrieval heads over the pool, streaming heads in windows (DuoAttention, Xiao et al., 2024)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from models.cache.pool import BlockPool
+from models.cache.retrieval import RetrievalHeads
+from models.cache.shape import BLOCK
+from models.cache.streaming import ChunkMasks, StreamingHeads
+
+
+class DuoCache:
+    """Use: `reserve`, then for every chunk `begin`, `attend` once a layer, `commit`.
+
+    `length` counts committed tokens only. A fork shares the packed blocks and copies the small unpacked rest; it is
+    also the snapshot to go back to, since a token that left a window cannot be brought back.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.shape = pool.shape
+        self.length = 0
+        self._ids: list[int] = []
+        self._retrieval = RetrievalHeads(pool)
+        self._streaming = StreamingHeads(pool.shape, pool.device)
+        self._chunk = 0
+        self._masks: ChunkMasks | None = None
+
+    def reserve(self, length: int) -> None:
+        """Takes the blocks that `length` tokens will need; raises PoolExhausted and takes none if they are too many."""
+        missing = max(length // BLOCK - 1, 0) - len(self._ids) if any(self.shape.retrieval_heads) else 0
+        if missing > 0:
+            self._ids += self.pool.allocate(missing, self._ids[-1] if self._ids else None)
+
+    def begin(self, n: int) -> None:
+        """Makes ready for a chunk of n tokens behind `length`."""
+        self.reserve(self.length + n)
+        self._chunk = n
+        streams = n > 1 and any(self.shape.streaming_heads)
+        self._masks = self._streaming.plan(self.length, n) if streams else None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Appends the chunk's k, v [n, kv_heads, d] of a layer and attends: q [n, heads, d] -> fp32 [n, heads * d].
+
+        Heads lie retrieval first, then streaming; q and k carry their positions already; retrieval heads are rotated.
+        """
+        n = q.shape[0]
+        kept = self.shape.retrieval_heads[layer]
+        split = kept * self.shape.group
+        parts = []
+        if kept:
+            parts.append(self._retrieval.attend(layer, q[:, :split], k[:, :kept], v[:, :kept], self.length, self._ids))
+        if self.shape.streaming_heads[layer]:
+            parts.append(
+                self._streaming.attend(layer, q[:, split:], k[:, kept:], v[:, kept:], self.length, self._masks)
+            )
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).reshape(n, -1)
+
+    def commit(self) -> None:
+        """Publishes the chunk: every layer has it now."""
+        self.length += self._chunk
+        self._chunk = 0
+
+    def fork(self) -> DuoCache:
+        """An independent continuation from here; packed blocks are shared, whole ones only."""
+        twin = DuoCache(self.pool)
+        twin.length = self.length
+        twin._ids = self._ids[: max(self.length // BLOCK - 1, 0)]
+        self.pool.retain(twin._ids)
+        twin._retrieval = self._retrieval.copy()
+        twin._streaming = self._streaming.copy()
+        return twin
+
+    def release(self) -> None:
+        """Gives the blocks back; the cache must not be used after it."""
+        self.pool.release(self._ids)
+        self._ids = []
+        self.length = 0
+
+    @property
+    def retrieval_bytes(self) -> int:
+        """Bytes of the retrieval heads' tokens, shared blocks counted here too."""
+        return len(self._ids) * BLOCK * self.shape.bytes_per_token + self.shape.exact_bytes
+
+    @property
+    def streaming_bytes(self) -> int:
+        """Bytes of the streaming heads' windows."""
+        return self.shape.window_bytes

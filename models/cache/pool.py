@@ -1,0 +1,150 @@
+"""Reference-counted blocks of packed KV, shared by every sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.attention_decode import PackedRun
+from kernels.kv4_pack import KV4_LAYOUT
+from models.cache.shape import BLOCK, CacheShape
+from models.errors import PoolExhausted
+from quant import kv4
+
+
+class BlockPool:
+    """All history of all retrieval heads, allocated once.
+
+    A block is BLOCK tokens over every retrieval head of every layer, under one id. Within a head, blocks with
+    neighbouring ids lie next to each other, so a run of ids is one view.
+    """
+
+    def __init__(self, shape: CacheShape, blocks: int, device: torch.device) -> None:
+        self.shape = shape
+        self.blocks = blocks
+        self.device = device
+        self.layout = KV4_LAYOUT.choose(device, head_dim=shape.head_dim).backend.run
+        heads, d = sum(shape.retrieval_heads), shape.head_dim
+        if shape.bits == 16:
+            self._keys = torch.empty(heads, blocks, BLOCK, d, dtype=shape.exact_dtype, device=device)
+            self._values = torch.empty_like(self._keys)
+        else:
+            width = d * shape.bits // 8
+            panels = self.layout.value_panels(d) if shape.bits == 4 else 1
+            self._keys = torch.empty(heads, blocks, BLOCK * width, dtype=torch.uint8, device=device)
+            self._values = torch.empty(heads, panels, blocks, BLOCK * width // panels, dtype=torch.uint8, device=device)
+            self._scales = torch.empty(heads, blocks, BLOCK, 4, dtype=torch.float16, device=device)
+        self._uses = np.zeros(blocks, dtype=np.int64)
+
+    @property
+    def free(self) -> int:
+        """Blocks that nobody holds."""
+        return int((self._uses == 0).sum())
+
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """Ids of `count` free blocks, in one run if there is one, right behind block `after` if possible.
+
+        Raises PoolExhausted and takes nothing when there are too few.
+        """
+        free = self._uses == 0
+        have = int(free.sum())
+        if count > have:
+            raise PoolExhausted(
+                f"This needs {count * BLOCK:,} more tokens of cache; {have * BLOCK:,} are free. "
+                "Start a new chat or close one, or use a shorter document."
+            )
+        ids = self._pick(free, count, after)
+        self._uses[ids] = 1
+        return ids
+
+    @staticmethod
+    def _pick(free: np.ndarray, count: int, after: int | None) -> list[int]:
+        if after is not None and after + count < len(free) and free[after + 1 : after + 1 + count].all():
+            return list(range(after + 1, after + 1 + count))
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], free.view(np.int8), [0]))))
+        starts, ends = edges[::2], edges[1::2]
+        fitting = np.flatnonzero(ends - starts >= count)
+        if len(fitting):
+            # The longest run, not the tightest: the sequence will probably grow.
+            best = fitting[np.argmax((ends - starts)[fitting])]
+            return list(range(int(starts[best]), int(starts[best]) + count))
+        return [int(i) for i in np.flatnonzero(free)[:count]]
+
+    def retain(self, ids: Sequence[int]) -> None:
+        """One more user of each block."""
+        self._uses[list(ids)] += 1
+
+    def release(self, ids: Sequence[int]) -> None:
+        """One user of each block fewer; a block without users is free."""
+        self._uses[list(ids)] -= 1
+        assert (self._uses >= 0).all()
+
+    def write(self, slots: slice, ids: Sequence[int], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores whole blocks and returns them as later reads will see them, in the compute dtype.
+
+        keys, values [heads, len(ids) * BLOCK, d] of the heads in `slots`; returns two tensors of that shape.
+        """
+        shape = self.shape
+        index = torch.tensor(ids, device=self.device)
+        if shape.bits == 16:
+            self._keys[slots, index] = keys.unflatten(1, (-1, BLOCK))
+            self._values[slots, index] = values.unflatten(1, (-1, BLOCK))
+            return keys.to(shape.compute_dtype), values.to(shape.compute_dtype)
+        k_codes, k_scales = kv4.quantize(keys, shape.bits)
+        v_codes, v_scales = kv4.quantize(values, shape.bits)
+        if shape.bits == 4:
+            k_bytes, v_bytes = self.layout.pack_keys(k_codes), self.layout.pack_values(v_codes)
+        else:
+            k_bytes, v_bytes = k_codes.flatten(1), v_codes.flatten(1)[:, None]
+        scales = torch.cat((k_scales, v_scales), -1)
+        n = len(ids)
+        self._keys[slots, index] = k_bytes.unflatten(1, (n, -1))
+        self._values[slots].index_copy_(2, index, v_bytes.unflatten(2, (n, -1)))
+        self._scales[slots, index] = scales.unflatten(1, (n, -1))
+        return self._restore(k_codes, v_codes, scales)
+
+    def _restore(self, k_codes: Tensor, v_codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        shape = self.shape
+        k_step, k_middle, v_step, v_middle = scales.split(1, -1)
+        return (
+            kv4.dequantize(k_codes, k_step, k_middle, shape.bits, shape.compute_dtype),
+            kv4.dequantize(v_codes, v_step, v_middle, shape.bits, shape.compute_dtype),
+        )
+
+    def read(self, slots: slice, ids: Sequence[int], most: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values [heads, tokens, d] in the compute dtype, run by run, at most `most` tokens at a time."""
+        d = self.shape.head_dim
+        for start, end in _runs(ids, most // BLOCK):
+            if self.shape.bits == 16:
+                keys, values = (x[slots, start:end].flatten(1, 2) for x in (self._keys, self._values))
+                yield keys.to(self.shape.compute_dtype), values.to(self.shape.compute_dtype)
+                continue
+            run = self._run(slots, start, end)
+            if self.shape.bits == 4:
+                k_codes, v_codes = self.layout.unpack_keys(run.keys, d), self.layout.unpack_values(run.values, d)
+            else:
+                k_codes, v_codes = run.keys.unflatten(1, (-1, d)), run.values[:, 0].unflatten(1, (-1, d))
+            yield self._restore(k_codes, v_codes, run.scales)
+
+    def packed_runs(self, slots: slice, ids: Sequence[int]) -> list[PackedRun]:
+        """The same history as it is stored, for a decode kernel."""
+        return [self._run(slots, start, end) for start, end in _runs(ids, self.blocks)]
+
+    def _run(self, slots: slice, start: int, end: int) -> PackedRun:
+        return PackedRun(
+            self._keys[slots, start:end].flatten(1),
+            self._values[slots, :, start:end].flatten(2),
+            self._scales[slots, start:end].flatten(1, 2),
+        )
+
+
+def _runs(ids: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of each stretch of consecutive ids, none longer than `longest`."""
+    start = 0
+    for i in range(1, len(ids) + 1):
+        if i == len(ids) or ids[i] != ids[i - 1] + 1 or i - start == longest:
+            yield ids[start], ids[i - 1] + 1
+            start = i

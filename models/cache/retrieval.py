@@ -1,0 +1,168 @@
+"""Retrieval heads: the whole history, packed, with the first and the newest block kept as they are.
+
+What a query sees depends on its position alone, never on how the prompt was cut into chunks: its own block and the
+first one as they are, every block between them packed. So a chunked prefill equals an unchunked one, and a
+continuation equals a fresh run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.attention_decode import KV4_DECODE
+from kernels.attention_prefill import ATTENTION, merge
+from models.cache.pool import BlockPool
+from models.cache.shape import BLOCK
+
+TILE = 8192  # tokens of history unpacked at a time: scratch does not grow with the context
+
+
+class RetrievalHeads:
+    """One sequence's unpacked tokens [heads of all layers, 2 BLOCK, d] (first block, newest block) and its attention."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        shape = self.shape = pool.shape
+        heads = sum(shape.retrieval_heads)
+        self.keys = torch.empty(heads, 2 * BLOCK, shape.head_dim, dtype=shape.exact_dtype, device=pool.device)
+        self.values = torch.empty_like(self.keys)
+        self._scale = shape.head_dim**-0.5
+        self._attend = ATTENTION.choose(pool.device, head_dim=shape.head_dim).backend.run.attend
+        self._decode = KV4_DECODE.choose(pool.device, head_dim=shape.head_dim).backend.run.decode
+
+    def copy(self) -> RetrievalHeads:
+        """The same tokens in buffers of their own."""
+        twin = RetrievalHeads(self.pool)
+        twin.keys.copy_(self.keys)
+        twin.values.copy_(self.values)
+        return twin
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, length: int, ids: Sequence[int]) -> Tensor:
+        """Appends k, v [n, heads, d] behind `length` tokens and attends with q [n, heads * group, d]; fp32 as q.
+
+        ids: the sequence's blocks, the first of which holds tokens BLOCK .. 2 BLOCK - 1.
+        """
+        slots = self.shape.retrieval_slots[layer]
+        k, v = (x.transpose(0, 1).to(self.shape.exact_dtype) for x in (k, v))
+        if q.shape[0] == 1:
+            return self._one(slots, q, k, v, length, ids)
+        return self._many(slots, q, k, v, length, ids)
+
+    def _one(self, slots: slice, q: Tensor, k: Tensor, v: Tensor, length: int, ids: Sequence[int]) -> Tensor:
+        """A single token: its own block and the first as they are, the rest packed."""
+        block, within = divmod(length, BLOCK)
+        at = within + (BLOCK if block else 0)
+        self.keys[slots, at] = k[:, 0]
+        self.values[slots, at] = v[:, 0]
+        exact_k, exact_v = self.keys[slots, : at + 1], self.values[slots, : at + 1]
+        packed = ids[: max(block - 1, 0)]
+        grouped = q.view(k.shape[0], -1, q.shape[-1])
+        if self.shape.bits == 4:
+            runs = self.pool.packed_runs(slots, packed)
+            out = self._decode(grouped, exact_k, exact_v, runs, self.pool.layout, self._scale)
+        else:
+            rows = grouped[None].to(self.shape.compute_dtype)
+            exact = (x[None].to(rows.dtype) for x in (exact_k, exact_v))
+            out, lse = self._attend(rows, *exact, scale=self._scale)
+            for keys, values in self.pool.read(slots, packed, TILE):
+                out, lse = self._join(out, lse, *self._attend(rows, keys[None], values[None], scale=self._scale))
+            out = out.float()
+        if within == BLOCK - 1 and block:
+            self.pool.write(slots, ids[block - 1 : block], self.keys[slots, BLOCK:], self.values[slots, BLOCK:])
+        return out.reshape(1, -1, q.shape[-1])
+
+    @staticmethod
+    def _join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+        return merge(out, lse, other, other_lse), torch.logaddexp(lse, other_lse)
+
+    def _many(self, slots: slice, q: Tensor, k: Tensor, v: Tensor, length: int, ids: Sequence[int]) -> Tensor:
+        """A chunk, laid out in whole blocks from the start of the block that its first token falls in."""
+        shape, dtype = self.shape, self.shape.compute_dtype
+        (n, _, d), heads = q.shape, k.shape[0]
+        first, before = divmod(length, BLOCK)
+        own_at = BLOCK if first else 0
+        k = torch.cat((self.keys[slots, own_at : own_at + before], k), 1)
+        v = torch.cat((self.values[slots, own_at : own_at + before], v), 1)
+        filled = before + n
+        blocks = -(-filled // BLOCK)
+        complete = filled // BLOCK
+        # Zeros around the chunk: rows in front of it are not used, keys behind it are in nobody's past.
+        own_k, own_v = (F.pad(x.to(dtype), (0, 0, 0, blocks * BLOCK - filled)) for x in (k, v))
+        queries = q.new_zeros(blocks * BLOCK, heads * shape.group, d, dtype=dtype)
+        queries[before:filled] = q
+        # [blocks, heads, group, BLOCK, d]: a block's queries of one KV head are rows of one product
+        queries = queries.view(blocks, BLOCK, heads, shape.group, d).permute(0, 2, 3, 1, 4).contiguous()
+
+        diagonal, lse = self._attend(
+            queries.flatten(1, 2),
+            *(x.view(heads, blocks, BLOCK, d).transpose(0, 1) for x in (own_k, own_v)),
+            scale=self._scale,
+            causal=True,
+        )
+        out = diagonal.float().view(blocks, heads, -1, d)
+        lse = lse.reshape(blocks, heads, -1)
+
+        seen = _Scratch(heads, d, TILE + (blocks + 1) * BLOCK, own_k)
+        if first:
+            seen.add(self.keys[slots, :BLOCK], self.values[slots, :BLOCK])
+            for keys, values in self.pool.read(slots, ids[: first - 1], TILE):
+                if seen.used + keys.shape[1] > TILE + BLOCK:
+                    for j in range(blocks):
+                        self._add(queries[j], out[j], lse[j], *seen.upto(seen.used))
+                    seen.used = 0
+                seen.add(keys, values)
+        history = seen.used
+        # The chunk's own complete blocks, as the queries behind them see them.
+        start = 0 if first else BLOCK
+        if not first:
+            seen.add(own_k[:, :BLOCK], own_v[:, :BLOCK])
+        if complete * BLOCK > start:
+            at = first - 1 if first else 0
+            past = (x[:, start : complete * BLOCK] for x in (k, v))
+            seen.add(*self.pool.write(slots, ids[at : at + complete - start // BLOCK], *past))
+        for j in range(blocks):
+            if history + j:
+                self._add(queries[j], out[j], lse[j], *seen.upto(history + j * BLOCK))
+
+        self._keep(slots, k, v, first, before, n)
+        out = out.view(blocks, heads, shape.group, BLOCK, d).permute(0, 3, 1, 2, 4).reshape(blocks * BLOCK, -1, d)
+        return out[before:filled]
+
+    def _add(self, queries: Tensor, out: Tensor, lse: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Merges the attention of queries [heads, group, BLOCK, d] over more keys into out and lse, in place."""
+        other, other_lse = self._attend(queries.flatten(1, 2)[None], keys[None], values[None], scale=self._scale)
+        out.copy_(merge(out, lse, other[0].float(), other_lse[0]))
+        lse.copy_(torch.logaddexp(lse, other_lse[0]))
+
+    def _keep(self, slots: slice, k: Tensor, v: Tensor, first: int, before: int, n: int) -> None:
+        """Stores what stays unpacked: the chunk's part of the first block and the last, unfinished one."""
+        filled = before + n
+        if not first:
+            end = min(filled, BLOCK)
+            self.keys[slots, before:end] = k[:, before:end]
+            self.values[slots, before:end] = v[:, before:end]
+        tail = filled % BLOCK
+        if tail and (first or filled > BLOCK):
+            self.keys[slots, BLOCK : BLOCK + tail] = k[:, filled - tail :]
+            self.values[slots, BLOCK : BLOCK + tail] = v[:, filled - tail :]
+
+
+class _Scratch:
+    """Keys and values [heads, capacity, d] that the chunk's queries see, filled from the front."""
+
+    def __init__(self, heads: int, d: int, capacity: int, like: Tensor) -> None:
+        self._keys, self._values = like.new_empty(2, heads, capacity, d)
+        self.used = 0
+
+    def add(self, keys: Tensor, values: Tensor) -> None:
+        end = self.used + keys.shape[1]
+        self._keys[:, self.used : end] = keys
+        self._values[:, self.used : end] = values
+        self.used = end
+
+    def upto(self, end: int) -> tuple[Tensor, Tensor]:
+        return self._keys[:, :end], self._values[:, :end]

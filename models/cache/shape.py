@@ -1,0 +1,97 @@
+"""The sizes of a model's cache: which heads keep what, in which formats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from kernels import cpu
+from models.config import ModelConfig
+from quant import kv4
+
+BLOCK = 128  # tokens; a multiple of every packing panel, and small enough that a chat's unpacked tail stays small
+
+# --kv: bits of the packed history, dtype of everything that stays unpacked
+_FORMATS = {
+    "kv4": (4, torch.float16),
+    "kv8": (8, torch.float16),
+    "bf16": (16, torch.bfloat16),
+    "fp32": (16, torch.float32),
+}
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Heads a layer (retrieval, streaming), head size, window sizes in tokens, and how KV is stored.
+
+    `bits` 4 or 8 packs the history of retrieval heads; 16 keeps it in `exact_dtype`. `compute_dtype` is what prefill
+    attention runs in.
+    """
+
+    retrieval_heads: tuple[int, ...]
+    streaming_heads: tuple[int, ...]
+    group: int
+    head_dim: int
+    sink: int
+    recent: int
+    bits: int
+    exact_dtype: torch.dtype
+    compute_dtype: torch.dtype
+
+    @classmethod
+    def for_model(
+        cls, config: ModelConfig, mask: np.ndarray, kv: str, sink: int, recent: int, device: torch.device
+    ) -> CacheShape:
+        """For a bool mask [layers, kv_heads], True for a retrieval head; kv is "kv4", "kv8", "bf16" or "fp32"."""
+        bits, exact = _FORMATS[kv]
+        if exact == torch.float32:
+            compute = torch.float32
+        elif device.type == "cpu":
+            compute = torch.bfloat16 if cpu.fast_bf16() else torch.float32
+        else:
+            compute = exact
+        kept = tuple(int(n) for n in mask.sum(1))
+        dropped = tuple(config.num_kv_heads - n for n in kept)
+        group = config.num_heads // config.num_kv_heads
+        return cls(kept, dropped, group, config.head_dim, sink, recent, bits, exact, compute)
+
+    @cached_property
+    def retrieval_slots(self) -> tuple[slice, ...]:
+        """For each layer, its rows in storage that lists the retrieval heads of all layers."""
+        return _slices(self.retrieval_heads)
+
+    @cached_property
+    def streaming_slots(self) -> tuple[slice, ...]:
+        """For each layer, its rows in storage that lists the streaming heads of all layers."""
+        return _slices(self.streaming_heads)
+
+    @property
+    def rotated(self) -> bool:
+        """Whether keys, queries and values of retrieval heads are rotated before they are stored."""
+        return self.bits < 16
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one more token of history takes, over all retrieval heads."""
+        if self.bits == 16:
+            return sum(self.retrieval_heads) * 2 * self.head_dim * self.exact_dtype.itemsize
+        return sum(self.retrieval_heads) * kv4.bytes_per_token(self.head_dim, self.bits)
+
+    @property
+    def exact_bytes(self) -> int:
+        """Bytes of a sequence's unpacked tokens: its first block and its newest one."""
+        return sum(self.retrieval_heads) * 2 * 2 * BLOCK * self.head_dim * self.exact_dtype.itemsize
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of a sequence's streaming windows."""
+        return sum(self.streaming_heads) * 2 * (self.sink + self.recent) * self.head_dim * self.exact_dtype.itemsize
+
+
+def _slices(counts: tuple[int, ...]) -> tuple[slice, ...]:
+    ends = list(accumulate(counts))
+    return tuple(slice(end - count, end) for count, end in zip(counts, ends, strict=True))

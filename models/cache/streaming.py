@@ -1,0 +1,137 @@
+"""Streaming heads: attention sink and a recent window, exact for every query (Xiao et al., 2024, both papers).
+
+Query i sees key j <= i when j < sink or j > i - recent: `recent` counts the query's own token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.attention_prefill import ATTENTION
+from models.cache.shape import CacheShape
+
+_TILE = 256  # queries a tile: about the usual window, so that a tile wastes little
+
+
+@dataclass(frozen=True)
+class ChunkMasks:
+    """What the layers of one chunk share: tile sizes, the mask, and where old and new tokens lie."""
+
+    tile: int
+    tiles: int
+    span: int
+    sinks: int
+    pad: int  # empty keys in front of the previous window
+    previous: Tensor  # slots of the previous window's tokens, oldest first
+    mask: Tensor  # [tiles, 1, tile, sinks + span], 0 or -inf
+    new_sinks: int  # chunk tokens that are sinks
+    kept: Tensor  # chunk indices that stay in the window
+    kept_slots: Tensor
+
+
+class StreamingHeads:
+    """One sequence's windows [heads of all layers, sink + recent, d]: sinks in fixed slots, a ring behind them."""
+
+    def __init__(self, shape: CacheShape, device: torch.device) -> None:
+        self.shape = shape
+        self.device = device
+        heads = sum(shape.streaming_heads)
+        self.keys = torch.empty(
+            heads, shape.sink + shape.recent, shape.head_dim, dtype=shape.exact_dtype, device=device
+        )
+        self.values = torch.empty_like(self.keys)
+        self._scale = shape.head_dim**-0.5
+        self._attend = ATTENTION.choose(device, head_dim=shape.head_dim).backend.run.attend
+
+    def copy(self) -> StreamingHeads:
+        """The same windows in buffers of their own."""
+        twin = StreamingHeads(self.shape, self.device)
+        twin.keys.copy_(self.keys)
+        twin.values.copy_(self.values)
+        return twin
+
+    def _slots(self, positions: Tensor) -> Tensor:
+        sink, recent = self.shape.sink, self.shape.recent
+        return torch.where(positions < sink, positions, sink + (positions - sink) % recent)
+
+    def plan(self, length: int, n: int) -> ChunkMasks:
+        """Everything about a chunk of n tokens behind `length` that does not depend on the layer."""
+        sink, total, device = self.shape.sink, length + n, self.device
+        recent = min(self.shape.recent, total)
+        tile = min(_TILE, n)
+        tiles = -(-n // tile)
+        span = tile + recent - 1
+        held = min(recent - 1, max(length - sink, 0))
+        sinks = min(sink, total)
+        queries = torch.arange(length, length + tiles * tile, device=device).view(tiles, tile, 1)
+        window = torch.arange(length - recent + 1, length + tile, device=device)
+        window = window + torch.arange(tiles, device=device)[:, None] * tile
+        window = window[:, None]
+        seen_window = (window <= queries) & (window >= sink) & (window > queries - recent)
+        seen_sinks = torch.arange(sinks, device=device) <= queries
+        mask = torch.zeros(tiles, 1, tile, sinks + span, dtype=self.shape.compute_dtype, device=device)
+        mask[:, 0].masked_fill_(~torch.cat((seen_sinks, seen_window), -1), float("-inf"))
+        kept = torch.arange(min(max(length, sink, total - self.shape.recent), total), total, device=device)
+        return ChunkMasks(
+            tile,
+            tiles,
+            span,
+            sinks,
+            recent - 1 - held,
+            self._slots(torch.arange(length - held, length, device=device)),
+            mask,
+            max(0, min(sink, total) - length),
+            kept - length,
+            self._slots(kept),
+        )
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, length: int, plan: ChunkMasks | None) -> Tensor:
+        """Appends k, v [n, heads, d] behind `length` tokens and attends with q [n, heads * group, d]; fp32 as q.
+
+        `plan` may be None for a single token.
+        """
+        slots = self.shape.streaming_slots[layer]
+        k, v = (x.transpose(0, 1).to(self.shape.exact_dtype) for x in (k, v))
+        if plan is None:
+            return self._one(slots, q, k, v, length)
+        return self._many(slots, q, k, v, length, plan)
+
+    def _one(self, slots: slice, q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
+        sink, recent = self.shape.sink, self.shape.recent
+        at = length if length < sink else sink + (length - sink) % recent
+        self.keys[slots, at] = k[:, 0]
+        self.values[slots, at] = v[:, 0]
+        held = min(length + 1, sink + recent)
+        grouped = q.view(k.shape[0], -1, q.shape[-1]) * self._scale
+        weights = torch.bmm(grouped, self.keys[slots, :held].float().transpose(1, 2)).softmax(-1)
+        return torch.bmm(weights, self.values[slots, :held].float()).view(1, -1, q.shape[-1])
+
+    def _many(self, slots: slice, q: Tensor, k: Tensor, v: Tensor, length: int, plan: ChunkMasks) -> Tensor:
+        dtype = self.shape.compute_dtype
+        (n, heads, d), rows = q.shape, plan.tile * plan.tiles
+        for held, new in ((self.keys, k), (self.values, v)):
+            held[slots, length : length + plan.new_sinks] = new[:, : plan.new_sinks]
+        keys = self._tiles(self.keys[slots], k, plan, dtype)
+        values = self._tiles(self.values[slots], v, plan, dtype)
+        queries = q.new_zeros(rows, heads, d, dtype=dtype)
+        queries[:n] = q
+        queries = queries.view(plan.tiles, plan.tile, heads, d).transpose(1, 2)
+        out, _ = self._attend(queries, keys, values, scale=self._scale, mask=plan.mask)
+        for held, new in ((self.keys, k), (self.values, v)):
+            held[slots] = held[slots].index_copy(1, plan.kept_slots, new[:, plan.kept])
+        return out.transpose(1, 2).reshape(rows, heads, d)[:n].float()
+
+    @staticmethod
+    def _tiles(held: Tensor, new: Tensor, plan: ChunkMasks, dtype: torch.dtype) -> Tensor:
+        """[tiles, heads, sinks + span, d]: for each tile the sinks, then the stretch its queries can see."""
+        heads, n, d = new.shape
+        run = new.new_zeros(heads, plan.span + (plan.tiles - 1) * plan.tile, d, dtype=dtype)
+        start = plan.pad + plan.previous.numel()
+        run[:, plan.pad : start] = held[:, plan.previous]
+        run[:, start : start + n] = new
+        windows = run.unfold(1, plan.span, plan.tile).permute(1, 0, 3, 2)
+        sinks = held[:, : plan.sinks].to(dtype)[None].expand(plan.tiles, -1, -1, -1)
+        return torch.cat((sinks, windows), 2)

@@ -1,0 +1,53 @@
+"""KV quantisation: asymmetric, a step and a middle per token and head; keys rotated first.
+
+x ~ (code - 2^(bits-1)) * step + middle, with step and middle in fp16. The rotation (an orthonormal Hadamard matrix)
+spreads outlier channels, as in QuaRot (Ashkboos et al., 2024); q and k are both rotated, so q.k does not change.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_MIN_STEP = 2.0**-20  # a constant vector has no range; the smallest step that fp16 and its inverse hold well
+
+
+@cache
+def rotation(size: int) -> Tensor:
+    """Orthonormal fp32 [size, size]: a Hadamard matrix times, for the odd factor of size, a cosine transform."""
+    odd = size
+    while odd % 2 == 0:
+        odd //= 2
+    hadamard = torch.ones(1, 1, dtype=torch.float64)
+    for _ in range((size // odd).bit_length() - 1):
+        hadamard = torch.cat((torch.cat((hadamard, hadamard), 1), torch.cat((hadamard, -hadamard), 1)))
+    k, n = torch.arange(odd, dtype=torch.float64)[:, None], torch.arange(odd, dtype=torch.float64)
+    cosine = torch.cos(torch.pi * k * (2 * n + 1) / (2 * odd)) * (2 / odd) ** 0.5
+    cosine[0] /= 2**0.5
+    full = torch.kron(hadamard / hadamard.shape[0] ** 0.5, cosine)
+    return full.to(torch.float32)
+
+
+def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [..., d] and fp16 [..., 2] (step, middle) of x [..., d] (fp32 or narrower)."""
+    x = x.float()
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)  # aminmax is not vectorised along rows
+    half = 1 << (bits - 1)
+    step = ((high - low) / (2 * half - 1)).clamp_min_(_MIN_STEP).to(torch.float16)
+    middle = (low + step * half).to(torch.float16)
+    codes = ((x - middle.float()) / step.float()).round_().add_(half).clamp_(0, 2 * half - 1).to(torch.uint8)
+    return codes, torch.cat((step, middle), -1)
+
+
+def dequantize(codes: Tensor, step: Tensor, middle: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """The inverse: codes [..., d], step and middle [..., 1] -> values [..., d] in `dtype`, computed in it."""
+    half = 1 << (bits - 1)
+    step, middle = step.float(), middle.float()
+    return codes.to(dtype).mul_(step.to(dtype)).add_((middle - half * step).to(dtype))
+
+
+def bytes_per_token(head_dim: int, bits: int) -> int:
+    """Bytes of one token of one head, key and value, with their scales."""
+    return 2 * (head_dim * bits // 8 + (4 if bits < 16 else 0))

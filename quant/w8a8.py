@@ -1,0 +1,109 @@
+"""Linear layers: W8A8 (int8 weights per output channel, int8 activations per token) and unquantised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.act_quant import quantize_rows, rms_norm_quantize
+from kernels.int8_gemm import INT8_GEMM
+from kernels.norm_rope import rms_norm
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Activations as a linear layer takes them: codes with a scale a token, or plain values (scale None)."""
+
+    values: Tensor
+    scale: Tensor | None = None
+
+
+class Linear(Protocol):
+    """What the decoder needs of a linear layer."""
+
+    nbytes: int
+    bias: Tensor | None
+
+    def prepare(self, x: Tensor) -> Rows:
+        """Activations x [n, in] (fp32) in this layer's input format; layers with the same input may share them."""
+
+    def prepare_normed(self, x: Tensor, weight: Tensor, eps: float) -> Rows:
+        """As `prepare` of RMSNorm(x), in one go."""
+
+    def __call__(self, rows: Rows) -> Tensor:
+        """fp32 [n, out]."""
+
+    def raw(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        """The product before its scale a token [n, 1] and the bias, and that scale, for callers that fold it."""
+
+
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 codes [out, in] and fp32 scale [out] of a weight [out, in], symmetric, nearest."""
+    codes, scale = quantize_rows(weight.float())
+    return codes, scale[:, 0].contiguous()
+
+
+class W8A8Linear:
+    """y = x W^T + b with both sides in int8 and an exact int32 sum; W8A8 as in SmoothQuant (Xiao et al., 2023)."""
+
+    def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        self._gemm = INT8_GEMM.choose(codes.device).backend.run
+        self._weight = self._gemm.prepack(codes)
+        self._scale = scale
+        self.bias = None if bias is None else bias.float()
+        self.nbytes = codes.numel() + 4 * scale.numel() + (0 if bias is None else 4 * bias.numel())
+
+    @classmethod
+    def from_float(cls, weight: Tensor, bias: Tensor | None = None) -> W8A8Linear:
+        """Quantises a float weight [out, in]."""
+        return cls(*quantize_weight(weight), bias)
+
+    def prepare(self, x: Tensor) -> Rows:
+        return Rows(*quantize_rows(x))
+
+    def prepare_normed(self, x: Tensor, weight: Tensor, eps: float) -> Rows:
+        return Rows(*rms_norm_quantize(x, weight, eps))
+
+    def raw(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        return self._gemm.matmul(rows.values, self._weight, self._scale), rows.scale
+
+    def __call__(self, rows: Rows) -> Tensor:
+        out, scale = self.raw(rows)
+        out = out.mul_(scale)
+        return out if self.bias is None else out.add_(self.bias)
+
+
+class DenseLinear:
+    """y = x W^T + b in the weight's own dtype, given back in fp32."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._weight = weight
+        self.bias = None if bias is None else bias.float()
+        self.nbytes = weight.nbytes + (0 if bias is None else 4 * bias.numel())
+
+    def prepare(self, x: Tensor) -> Rows:
+        return Rows(x.to(self._weight.dtype))
+
+    def prepare_normed(self, x: Tensor, weight: Tensor, eps: float) -> Rows:
+        return Rows(rms_norm(x, weight, eps).to(self._weight.dtype))
+
+    def raw(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        return F.linear(rows.values, self._weight).float(), None
+
+    def __call__(self, rows: Rows) -> Tensor:
+        out, _ = self.raw(rows)
+        return out if self.bias is None else out.add_(self.bias)
+
+
+def add_product(total: Tensor, layer: Linear, rows: Rows) -> None:
+    """total [n, out] += layer(rows), with the scale a token folded into the sum."""
+    out, scale = layer.raw(rows)
+    if scale is None:
+        total += out
+    else:
+        total.addcmul_(out, scale)
+    if layer.bias is not None:
+        total += layer.bias

@@ -1,0 +1,39 @@
+"""A naive cache: every key and value, and the full mask. The truth for the real one."""
+
+import torch
+
+from models.cache.shape import BLOCK, CacheShape
+from quant import kv4
+
+
+def attend(shape: CacheShape, layer: int, q, k, v):
+    """All tokens at once: q [n, heads, d], k, v [n, kv_heads, d] -> [n, heads * d] in float64."""
+    n, _, d = q.shape
+    position = torch.arange(n)
+    i, j = position[:, None], position[None]
+    outs = []
+    for head in range(k.shape[1]):
+        keys, values = (x[:, head].to(shape.exact_dtype).double() for x in (k, v))
+        seen_as_is = j <= i
+        packed_keys, packed_values = keys, values
+        if head >= shape.retrieval_heads[layer]:
+            seen_as_is = seen_as_is & ((j < shape.sink) | (j > i - shape.recent))
+            packed = torch.zeros(n, n, dtype=torch.bool)
+        else:
+            packed = seen_as_is & (j >= BLOCK) & (j // BLOCK != i // BLOCK) if shape.bits < 16 else seen_as_is & False
+            seen_as_is = seen_as_is & ~packed
+            if shape.bits < 16:
+                packed_keys, packed_values = (_rounded(x, shape.bits) for x in (keys, values))
+        for member in range(shape.group):
+            query = q[:, head * shape.group + member].double() * d**-0.5
+            scores = torch.full((n, n), -torch.inf, dtype=torch.float64)
+            scores = torch.where(seen_as_is, query @ keys.T, scores)
+            scores = torch.where(packed, query @ packed_keys.T, scores)
+            weights = scores.softmax(-1)
+            outs.append((weights * seen_as_is) @ values + (weights * packed) @ packed_values)
+    return torch.cat(outs, 1)
+
+
+def _rounded(x, bits):
+    codes, scales = kv4.quantize(x, bits)
+    return (codes.double() - 2 ** (bits - 1)) * scales[..., :1].double() + scales[..., 1:].double()

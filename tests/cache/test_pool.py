@@ -1,0 +1,53 @@
+"""The block pool: runs where possible, counts right, nothing taken when there is too little."""
+
+import pytest
+import torch
+
+from models.cache.pool import BlockPool, _runs
+from models.cache.shape import BLOCK, CacheShape
+from models.errors import PoolExhausted
+
+SHAPE = CacheShape((1,), (0,), 1, 16, 0, 1, 16, torch.float32, torch.float32)
+
+
+def _pool(blocks):
+    return BlockPool(SHAPE, blocks, torch.device("cpu"))
+
+
+def test_growth_stays_in_one_run():
+    pool = _pool(10)
+    ids = pool.allocate(3)
+    ids += pool.allocate(2, after=ids[-1])
+    assert ids == list(range(ids[0], ids[0] + 5))
+
+
+def test_scattered_blocks_serve_when_no_run_is_left():
+    pool = _pool(6)
+    ids = pool.allocate(6)
+    pool.release([ids[1], ids[3], ids[5]])
+    assert sorted(pool.allocate(3)) == [1, 3, 5]
+    with pytest.raises(PoolExhausted):
+        pool.allocate(1)
+
+
+def test_too_many_takes_none():
+    pool = _pool(4)
+    pool.allocate(2)
+    with pytest.raises(PoolExhausted, match=f"{3 * BLOCK}"):
+        pool.allocate(3)
+    assert pool.free == 2
+
+
+def test_read_gives_back_what_was_written_in_any_order_of_ids():
+    pool = _pool(8)
+    keys, values = torch.randn(2, 1, 3 * BLOCK, 16)
+    pool.write(slice(0, 1), [5, 2, 3], keys, values)
+    read = list(pool.read(slice(0, 1), [5, 2, 3], 8192))
+    assert [k.shape[1] for k, _ in read] == [BLOCK, 2 * BLOCK]
+    assert torch.equal(torch.cat([k for k, _ in read], 1), keys)
+    assert torch.equal(torch.cat([v for _, v in read], 1), values)
+
+
+def test_runs_are_cut_at_the_limit():
+    assert list(_runs([4, 5, 6, 9, 0, 1], 2)) == [(4, 6), (6, 7), (9, 10), (0, 2)]
+    assert list(_runs([], 4)) == []

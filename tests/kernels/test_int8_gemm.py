@@ -1,0 +1,31 @@
+"""int8 product: every backend that serves here gives the exact integer sum, on odd shapes and extreme codes."""
+
+import pytest
+import torch
+
+from kernels.int8_gemm import INT8_GEMM, ref
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("backend", [b for b in INT8_GEMM.backends if b.declines(CPU) is None], ids=lambda b: b.name)
+@pytest.mark.parametrize(("rows", "inner", "outer"), [(1, 16, 8), (3, 37, 53), (129, 576, 961), (512, 1536, 64)])
+def test_equals_integer_arithmetic(backend, rows, inner, outer):
+    codes = torch.randint(-127, 128, (rows, inner), dtype=torch.int8)
+    weight = torch.randint(-127, 128, (outer, inner), dtype=torch.int8)
+    codes[0], weight[0] = 127, 127  # the largest sum
+    if rows > 1:
+        codes[1] = -127
+    scale = torch.rand(outer) + 0.1
+    exact = (codes.long() @ weight.long().T).float() * scale
+    assert torch.equal(ref.matmul(codes, weight, scale), exact)
+    out = backend.run.matmul(codes, backend.run.prepack(weight), scale)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, exact, rtol=1e-6, atol=0)
+
+
+def test_a_backend_declines_with_a_reason_and_the_next_serves():
+    choice = INT8_GEMM.choose(CPU)
+    assert choice.backend.declines(CPU) is None
+    assert all(choice.declined.values())
+    assert all("CUDA" in why for why in [INT8_GEMM.backends[1].declines(CPU)])

@@ -1,0 +1,46 @@
+"""Linear layers: W8A8 within its bound of the float product; folding scales changes nothing."""
+
+import pytest
+import torch
+
+from kernels.act_quant import quantize_rows, rms_norm_quantize
+from kernels.norm_rope import rms_norm
+from quant.w8a8 import DenseLinear, W8A8Linear, add_product, quantize_weight
+
+
+def test_codes_are_within_half_a_step_and_symmetric():
+    x = torch.randn(9, 65)
+    x[3] = 0
+    codes, scale = quantize_rows(x)
+    assert codes.abs().max() == 127 and scale.shape == (9, 1)
+    assert ((codes * scale - x).abs() <= scale / 2 * (1 + 1e-5)).all()
+    assert (codes[3] == 0).all()
+
+
+def test_norm_and_quantise_in_one_go_is_the_same_as_one_after_the_other():
+    x, weight = torch.randn(7, 96) * 30, torch.rand(96) + 0.5
+    codes, scale = rms_norm_quantize(x, weight, 1e-5)
+    normed = rms_norm(x, weight, 1e-5)
+    assert ((codes * scale - normed).abs() <= scale / 2 * (1 + 1e-4)).all()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_w8a8_is_the_product_of_its_codes(bias):
+    weight, x = torch.randn(37, 53), torch.randn(11, 53)
+    b = torch.randn(37) if bias else None
+    layer = W8A8Linear.from_float(weight, b)
+    codes, scale = quantize_weight(weight)
+    x_codes, x_scale = quantize_rows(x)
+    want = (x_codes.double() * x_scale) @ (codes.double() * scale[:, None]).T + (0 if b is None else b)
+    torch.testing.assert_close(layer(layer.prepare(x)).double(), want, rtol=1e-5, atol=1e-4)
+    assert (want - (x @ weight.T + (0 if b is None else b))).norm() < 0.02 * want.norm()
+
+
+@pytest.mark.parametrize("kind", [W8A8Linear.from_float, DenseLinear])
+@pytest.mark.parametrize("bias", [False, True])
+def test_adding_a_product_equals_the_sum(kind, bias):
+    layer = kind(torch.randn(24, 32), torch.randn(24) if bias else None)
+    total, rows = torch.randn(5, 24), layer.prepare(torch.randn(5, 32))
+    want = total + layer(rows)
+    add_product(total, layer, rows)
+    torch.testing.assert_close(total, want, rtol=1e-5, atol=1e-5)
