@@ -1,0 +1,58 @@
+"""Typed errors of the app and how each is told: a message, an HTTP status, an exit code."""
+
+from models.errors import DoesNotFit, ModelError, PoolExhausted
+
+
+class OctavoError(Exception):
+    """Base of the app's errors; the text says what was wrong, the limit, and what to do."""
+
+    http_status = 400
+    exit_code = 1
+
+
+class UsageError(OctavoError):
+    """A flag, setting or request field is wrong."""
+
+    exit_code = 2
+
+
+class ContextTooLong(OctavoError):
+    """A prompt needs more tokens than the context holds: `need` and `limit` in tokens."""
+
+    http_status = 413
+
+    def __init__(self, need: int, limit: int, advice: str = "Choose fewer pages or a shorter document.") -> None:
+        super().__init__(f"This needs {need:,} tokens; the context holds {limit:,}. {advice}")
+        self.need = need
+        self.limit = limit
+
+
+class BadDocument(OctavoError):
+    """A file cannot be read as a document; says what the file is and what to do."""
+
+    http_status = 415
+
+
+class DocumentTooLarge(BadDocument):
+    """A file is over the size limit; names both sizes."""
+
+    http_status = 413
+
+
+class NotReady(OctavoError):
+    """The model is still loading or failed to load."""
+
+    http_status = 503
+
+
+def describe(error: BaseException) -> tuple[str, int, int]:
+    """(message, HTTP status, exit code) for any error; unknown ones give a general message with their type."""
+    if isinstance(error, OctavoError):
+        return str(error), error.http_status, error.exit_code
+    if isinstance(error, (DoesNotFit, PoolExhausted)):
+        return str(error), 413, 1
+    if isinstance(error, ModelError):
+        return str(error), 422, 1
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return "Out of memory while answering. Shorten the context or free memory, then ask again.", 507, 1
+    return f"Unexpected {type(error).__name__}: {error}", 500, 1
