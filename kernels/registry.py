@@ -39,7 +39,7 @@ class Kernel:
 
     def choose(self, device: torch.device, **traits: Any) -> Choice:
         """The first backend that does not decline; decided once for a device type and traits, and logged."""
-        key = (device.type, *sorted(traits.items()))
+        key = (device.type, *sorted((name, str(value)) for name, value in traits.items()))
         if key not in self._choices:
             declined: dict[str, str] = {}
             for backend in self.backends:
@@ -73,7 +73,7 @@ def report(device: torch.device, head_dim: int = 128) -> list[dict[str, Any]]:
     rows = []
     for kernel, traits in (
         (INT8_GEMM, {}),
-        (ATTENTION, {"head_dim": head_dim}),
+        (ATTENTION, {"head_dim": head_dim, "dtype": torch.bfloat16}),
         (KV4_LAYOUT, {"head_dim": head_dim}),
         (KV4_DECODE, {"head_dim": head_dim}),
     ):

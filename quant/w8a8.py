@@ -30,7 +30,7 @@ class Linear(Protocol):
     def prepare(self, x: Tensor) -> Rows:
         """Activations x [n, in] (fp32) in this layer's input format; layers with the same input may share them."""
 
-    def prepare_normed(self, x: Tensor, weight: Tensor, eps: float) -> Rows:
+    def prepare_normed(self, x: Tensor, weight: Tensor | None, eps: float) -> Rows:
         """As `prepare` of RMSNorm(x), in one go."""
 
     def __call__(self, rows: Rows) -> Tensor:
@@ -64,7 +64,7 @@ class W8A8Linear:
     def prepare(self, x: Tensor) -> Rows:
         return Rows(*quantize_rows(x))
 
-    def prepare_normed(self, x: Tensor, weight: Tensor, eps: float) -> Rows:
+    def prepare_normed(self, x: Tensor, weight: Tensor | None, eps: float) -> Rows:
         return Rows(*rms_norm_quantize(x, weight, eps))
 
     def raw(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
@@ -72,7 +72,8 @@ class W8A8Linear:
 
     def __call__(self, rows: Rows) -> Tensor:
         out, scale = self.raw(rows)
-        out = out.mul_(scale)
+        if scale is not None:
+            out.mul_(scale)
         return out if self.bias is None else out.add_(self.bias)
 
 
@@ -87,7 +88,7 @@ class DenseLinear:
     def prepare(self, x: Tensor) -> Rows:
         return Rows(x.to(self._weight.dtype))
 
-    def prepare_normed(self, x: Tensor, weight: Tensor, eps: float) -> Rows:
+    def prepare_normed(self, x: Tensor, weight: Tensor | None, eps: float) -> Rows:
         return Rows(rms_norm(x, weight, eps).to(self._weight.dtype))
 
     def raw(self, rows: Rows) -> tuple[Tensor, Tensor | None]:

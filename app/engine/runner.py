@@ -17,13 +17,14 @@ from app.engine.prefix import PrefixStore
 from app.engine.types import Memory
 from app.errors import ContextTooLong
 from kernels import registry
+from models.build import Build, build_decoder
 from models.cache.duo import DuoCache
 from models.cache.plan import MemoryPlan, plan_memory
 from models.cache.pool import BlockPool
 from models.cache.shape import BLOCK, CacheShape
 from models.checkpoint import Checkpoint
 from models.config import ModelConfig
-from models.decoder import Decoder, build_decoder
+from models.decoder import Decoder
 from models.errors import DoesNotFit, PoolExhausted
 from models.heads import HeadPattern
 from quant.w8a8 import DenseLinear, Linear, W8A8Linear
@@ -234,16 +235,15 @@ def load_decoder(
             return W8A8Linear.from_float(weight, bias)
         return DenseLinear(weight.to(torch.float32 if weights == "fp32" else torch.bfloat16), bias)
 
-    return build_decoder(
-        checkpoint.config,
-        checkpoint.tensors(),
+    how = Build(
         mask,
-        make_linear=linear,
-        make_head=DenseLinear,
-        place=lambda tensor: tensor.to(device=device, dtype=dense_dtype(device)),
+        linear,
+        DenseLinear,
+        lambda tensor: tensor.to(device=device, dtype=dense_dtype(device)),
         rotate_values=shape.rotated,
-        progress=progress,
+        rotate_residual=weights == "w8a8",
     )
+    return build_decoder(checkpoint.config, checkpoint.tensors(), how, progress)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -12,11 +12,11 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x * (127.0 / largest)).round_().to(torch.int8), largest / 127.0
 
 
-def rms_norm_quantize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """RMSNorm of x [n, d] with weight [d], quantised a token at a time, as `quantize_rows`.
+def rms_norm_quantize(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """RMSNorm of x [n, d] with weight [d] (None: ones), quantised a token at a time, as `quantize_rows`.
 
     Codes do not change when a token is scaled, so the norm's own factor only enters the scale: one pass less.
     """
     root_mean_square = (torch.linalg.vector_norm(x, 2, -1, keepdim=True).square_() / x.shape[-1] + eps).rsqrt_()
-    codes, scale = quantize_rows(x * weight)
+    codes, scale = quantize_rows(x if weight is None else x * weight)
     return codes, scale * root_mean_square

@@ -1,7 +1,7 @@
 """Decode attention that multiplies by packed codes as they lie, with torch's CPU int4 product.
 
-Scale and middle are folded out of the product: q.k = step (q.n) + middle sum(q) and sum p v = (p step).n + sum(p middle),
-n = code - 8, so that the product itself runs over bare codes.
+Scale and middle are folded out of the product, so that it runs over bare codes n = code - 8:
+q.k = step (q.n) + middle sum(q), and sum p v = (p step).n + sum(p middle).
 """
 
 from __future__ import annotations

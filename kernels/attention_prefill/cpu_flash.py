@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def declines(device: torch.device, head_dim: int) -> str | None:
+def declines(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None:
     """Serves every head size on the CPU."""
     return None if device.type == "cpu" else f"CPU only, not {device.type}"
 

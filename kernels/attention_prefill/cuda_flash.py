@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def declines(device: torch.device, head_dim: int) -> str | None:
+def declines(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None:
     """Serves fp16 and bf16 on sm_80 and newer, head sizes up to 256 in steps of 8."""
     if device.type != "cuda":
         return f"CUDA only, not {device.type}"
@@ -12,6 +12,8 @@ def declines(device: torch.device, head_dim: int) -> str | None:
         return "needs sm_80 or newer"
     if head_dim > 256 or head_dim % 8:
         return f"head size {head_dim} is above 256 or not a multiple of 8"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"{dtype} is not fp16 or bf16"
     return None
 
 
@@ -39,4 +41,4 @@ def attend(
         bias = bias.expand(batch, heads // kv_heads, n, m).reshape(batch, 1, -1, m)
         bias = torch.nn.functional.pad(bias, (0, padded - m))[..., :m].expand(batch, kv_heads, -1, m)
         out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(rows, k, v, bias, True, scale=scale)[:2]
-    return out.view(batch, heads, n, d), lse[..., : rows.shape[2]].reshape(batch, heads, n)
+    return out.reshape(batch, heads, n, d), lse[..., : rows.shape[2]].reshape(batch, heads, n)

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., d] / sqrt(mean(x^2) + eps) * weight [d] (Zhang and Sennrich, 2019)."""
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x [..., d] / sqrt(mean(x^2) + eps) * weight [d] (None: ones) (Zhang and Sennrich, 2019)."""
     inverse = (torch.linalg.vector_norm(x, 2, -1, keepdim=True).square_() / x.shape[-1] + eps).rsqrt_()
-    return x * inverse * weight
+    return x * inverse if weight is None else x * inverse * weight
 
 
 def apply_rope(x: Tensor, table: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""One sequence's KV cache: retrieval heads over the pool, streaming heads in windows (DuoAttention, Xiao et al., 2024)."""
+"""One sequence's KV cache: retrieval heads over the pool, streaming heads in windows (DuoAttention, 2024)."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ TILE = 8192  # tokens of history unpacked at a time: scratch does not grow with 
 
 
 class RetrievalHeads:
-    """One sequence's unpacked tokens [heads of all layers, 2 BLOCK, d] (first block, newest block) and its attention."""
+    """One sequence's unpacked tokens [heads of all layers, 2 BLOCK, d] (first block, newest one) and its attention."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
@@ -31,7 +31,9 @@ class RetrievalHeads:
         self.keys = torch.empty(heads, 2 * BLOCK, shape.head_dim, dtype=shape.exact_dtype, device=pool.device)
         self.values = torch.empty_like(self.keys)
         self._scale = shape.head_dim**-0.5
-        self._attend = ATTENTION.choose(pool.device, head_dim=shape.head_dim).backend.run.attend
+        self._attend = ATTENTION.choose(
+            pool.device, head_dim=shape.head_dim, dtype=shape.compute_dtype
+        ).backend.run.attend
         self._decode = KV4_DECODE.choose(pool.device, head_dim=shape.head_dim).backend.run.decode
 
     def copy(self) -> RetrievalHeads:

@@ -44,7 +44,7 @@ class StreamingHeads:
         )
         self.values = torch.empty_like(self.keys)
         self._scale = shape.head_dim**-0.5
-        self._attend = ATTENTION.choose(device, head_dim=shape.head_dim).backend.run.attend
+        self._attend = ATTENTION.choose(device, head_dim=shape.head_dim, dtype=shape.compute_dtype).backend.run.attend
 
     def copy(self) -> StreamingHeads:
         """The same windows in buffers of their own."""

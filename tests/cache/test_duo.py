@@ -1,4 +1,4 @@
-"""The cache against the naive dense one: any prompt, chunking, head pattern and window; fork, rewind, snapshot, cancel."""
+"""The cache against the naive dense one: any prompt, chunking, pattern and window; fork, rewind, snapshot."""
 
 import pytest
 import torch
@@ -63,9 +63,7 @@ def _cases(draw):
 
 
 # The fixture only poisons fresh memory: it need not be set up again between examples.
-@settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(_cases(), st.sampled_from([16, 8, 4]))
 def test_equals_the_naive_dense_cache(poisoned, case, bits):
     n, sizes, retrieval, sink, recent = case

@@ -1,4 +1,4 @@
-"""The decoder against transformers in fp32: tiny random models of each family, and the embedded model's real weights."""
+"""The decoder against transformers in fp32: tiny random models of each family, and real weights."""
 
 from dataclasses import replace
 
@@ -9,11 +9,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from app.embedded import embedded_model_path
 from app.engine.runner import load_decoder
+from models.build import Build, build_decoder
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
 from models.cache.shape import BLOCK, CacheShape
 from models.checkpoint import open_checkpoint
 from models.heads import HeadPattern
+from quant.w8a8 import DenseLinear
 
 CPU = torch.device("cpu")
 TINY = {
@@ -117,6 +119,18 @@ def test_a_pattern_only_moves_heads(tiny, kv):
     mask = np.zeros((config.num_layers, config.num_kv_heads), dtype=bool)
     mask[0, -1:] = mask[1] = True
     out = _logits(*_load(folder, kv=kv, mask=mask, recent=200), ids, [120])
+    assert (out - want).abs().max() <= 1e-3
+
+
+def test_turning_the_residual_stream_changes_nothing(tiny):
+    folder, model = tiny
+    ids = torch.randint(0, TINY["vocab_size"], (50,))
+    with torch.no_grad():
+        want = model(ids[None]).logits[0]
+    checkpoint = open_checkpoint(folder)
+    shape = CacheShape.for_model(checkpoint.config, _all_heads(checkpoint.config), "fp32", 4, 16, CPU)
+    how = Build(_all_heads(checkpoint.config), DenseLinear, DenseLinear, torch.Tensor.float, False, True)
+    out = _logits(build_decoder(checkpoint.config, checkpoint.tensors(), how), shape, ids, [50])
     assert (out - want).abs().max() <= 1e-3
 
 

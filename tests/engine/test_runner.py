@@ -1,0 +1,166 @@
+"""The runner with the embedded model: reuse, cancel, limits and the plan."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from app.config import Settings
+from app.embedded import embedded_model_path
+from app.engine.runner import build_runner, fit, load_decoder, resolve_shape
+from app.errors import ContextTooLong
+from models.cache.plan import plan_memory
+from models.cache.shape import BLOCK, CacheShape
+from models.checkpoint import open_checkpoint
+from models.config import ModelConfig
+from models.errors import BadPattern, DoesNotFit
+from models.heads import HeadPattern
+
+CPU = torch.device("cpu")
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 4_194_304,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 45_845_420_000.0,
+}
+
+
+@pytest.fixture(scope="module")
+def runner():
+    """Half of the heads stream, with small windows, so that every kind of head is at work."""
+    checkpoint = open_checkpoint(embedded_model_path())
+    scores = np.random.default_rng(0).random((checkpoint.config.num_layers, checkpoint.config.num_kv_heads))
+    pattern = HeadPattern(scores, 16, 64, "random, for tests")
+    return build_runner(checkpoint, pattern, Settings(context=2048, chunk=300))
+
+
+def _greedy(slot, logits, steps):
+    ids = []
+    for _ in range(steps):
+        ids.append(int(logits.argmax()))
+        logits = slot.decode(ids[-1])
+    return ids
+
+
+def _read(runner, slot, prompt):
+    logits = None
+    while slot.length < len(prompt):
+        logits = slot.prefill(prompt[slot.length : slot.length + runner.chunk])
+    return logits
+
+
+def test_second_turn_reads_only_its_new_tokens(runner, prose_ids):
+    prompt = prose_ids[:700]
+    slot = runner.start(prompt, "a")
+    assert slot.cached == 0
+    answer = _greedy(slot, _read(runner, slot, prompt), 5)
+    slot.publish("a")
+    follow_up = prompt + answer + prose_ids[700:750]
+    again = runner.start(follow_up, "a")
+    assert again.cached == 705
+    _read(runner, again, follow_up)
+    again.discard()
+
+
+def test_the_same_prompt_again_reads_its_last_block_only_and_answers_the_same(runner, prose_ids):
+    prompt = prose_ids[1000:1650]
+    slot = runner.start(prompt, "b")
+    first = _greedy(slot, _read(runner, slot, prompt), 8)
+    slot.publish("b")
+    again = runner.start(prompt, "b")
+    assert again.cached == 649 // BLOCK * BLOCK
+    assert _greedy(again, _read(runner, again, prompt), 8) == first
+    again.discard()
+
+
+def test_a_stopped_prefill_goes_on_where_it_was(runner, prose_ids):
+    prompt = prose_ids[2000:2900]
+    slot = runner.start(prompt, "c")
+    slot.prefill(prompt[:300])
+    slot.publish("c")
+    again = runner.start(prompt, "c")
+    assert again.cached == 300
+    again.discard()
+
+
+def test_everything_is_given_back(runner, prose_ids):
+    slot = runner.start(prose_ids[3000:4000], None)
+    slot.prefill(prose_ids[3000:3300])
+    slot.discard()
+    while runner.prefixes.drop_oldest():
+        pass
+    assert runner.pool.free == runner.pool.blocks
+
+
+def test_old_prefixes_make_room_for_new_prompts(runner, prose_ids):
+    for i in range(8):
+        prompt = [i, *prose_ids[:1900]]
+        slot = runner.start(prompt, f"chat {i}")
+        slot.prefill(prompt[:300])
+        slot.publish(f"chat {i}")
+    assert runner.pool.free >= 0
+
+
+@pytest.mark.parametrize(("length", "fits"), [(2046, True), (2047, True), (2048, False), (2049, False)])
+def test_context_limit_is_exact(runner, prose_ids, length, fits):
+    prompt = (prose_ids * 2)[:length]
+    if fits:
+        runner.start(prompt, None).discard()
+        return
+    with pytest.raises(ContextTooLong, match=f"{length + 1:,}.*2,048"):
+        runner.start(prompt, None)
+
+
+def test_weights_take_the_planned_bytes(runner):
+    assert runner.memory().weights_bytes == pytest.approx(runner.plan.weights_bytes, rel=0.002)
+
+
+@pytest.mark.parametrize("weights", ["w8a8", "bf16"])
+def test_planned_weights_are_what_a_decoder_holds(weights):
+    checkpoint = open_checkpoint(embedded_model_path())
+    settings = Settings(weights=weights)
+    mask, shape = resolve_shape(checkpoint.config, None, settings, CPU)
+    decoder = load_decoder(checkpoint, mask, weights, shape, CPU)
+    plan = plan_memory(checkpoint.config, shape, weights, 1024, 512, 4)
+    assert decoder.nbytes == pytest.approx(plan.weights_bytes, rel=0.002)
+
+
+def _plan_8b(context, ratio=0.5, limit=None):
+    config = ModelConfig.from_hf(LLAMA_8B)
+    scores = np.arange(256.0).reshape(32, 8)
+    mask = HeadPattern(scores, 128, 256, "test").retrieval_mask(ratio)
+    shape = CacheShape.for_model(config, mask, "kv4", 128, 256, torch.device("cuda"))
+    if limit:
+        return fit(config, shape, Settings(context=context), 8192, 2, limit)
+    return plan_memory(config, shape, "w8a8", context, 8192, 2)
+
+
+def test_plan_of_the_main_model_at_its_whole_window_fits_80_gb():
+    plan = _plan_8b(4_194_304)
+    assert plan.bytes_per_token == 17_408
+    assert 8.4 < plan.weights_bytes / 2**30 < 8.5
+    assert plan.total_bytes < 79.15 * 2**30
+    assert _plan_8b(4_194_304, ratio=1.0).total_bytes > 130 * 2**30
+
+
+def test_what_does_not_fit_is_refused_with_both_numbers_and_what_fits():
+    with pytest.raises(DoesNotFit, match=r"4,194,304 tokens.* 7\d\.\d\d GiB; 43\.20 GiB are free.*--context") as info:
+        _plan_8b(4_194_304, limit=48 << 30)
+    assert _plan_8b(info.value.longest, limit=48 << 30).context == info.value.longest
+    with pytest.raises(DoesNotFit, match="smaller model"):
+        _plan_8b(1000, limit=4 << 30)
+
+
+def test_a_pattern_for_another_model_is_refused():
+    config = open_checkpoint(embedded_model_path()).config
+    with pytest.raises(BadPattern):
+        resolve_shape(config, HeadPattern(np.zeros((2, 2)), 1, 1, "other"), replace(Settings(), context=128), CPU)
