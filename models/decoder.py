@@ -71,7 +71,8 @@ class Decoder:
         """Bytes of all weights; a tied head counts once."""
         linear = sum(x.nbytes for layer in self.layers for x in (layer.qkv, layer.output, layer.gate_up, layer.down))
         tied = 0 if self.config.tied_embeddings else self.head.nbytes
-        return linear + self.embedding.nbytes + tied
+        turn = 0 if self.turn is None else self.turn.nbytes
+        return linear + self.embedding.nbytes + tied + turn
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: DuoCache) -> Tensor:
@@ -114,7 +115,7 @@ class Decoder:
             q, k = heads[:, : config.num_heads], heads[:, config.num_heads : with_positions]
             q.copy_(rms_norm(q, layer.q_norm, config.norm_eps))
             k.copy_(rms_norm(k, layer.k_norm, config.norm_eps))
-        heads[:, :with_positions] = apply_rope(heads[:, :with_positions], table)
+        apply_rope(heads[:, :with_positions], table)
         if rotated and layer.retrieval:
             group = config.num_heads // config.num_kv_heads
             for start, count in ((0, layer.retrieval * group), (config.num_heads, layer.retrieval)):

@@ -10,7 +10,6 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return x * inverse if weight is None else x * inverse * weight
 
 
-def apply_rope(x: Tensor, table: Tensor) -> Tensor:
-    """Rotates adjacent pairs of x [n, heads, d] (fp32) by table [n, d / 2] (complex64) (Su et al., 2021)."""
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * table[:, None]).flatten(-2)
+def apply_rope(x: Tensor, table: Tensor) -> None:
+    """Rotates adjacent pairs of x [n, heads, d] (fp32) by table [n, d / 2] (complex64), in place (Su et al., 2021)."""
+    torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(table[:, None])

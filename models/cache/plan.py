@@ -59,7 +59,7 @@ def plan_memory(
 
 def weights_bytes(config: ModelConfig, weights: str, dense_itemsize: int) -> int:
     """Bytes of all weights as the decoder holds them: norms and biases in fp32, scales a channel with int8."""
-    total = 0
+    total = 4 * config.hidden_size**2 if weights == "w8a8" else 0  # the residual stream's rotation
     for name, shape in config.tensor_shapes().items():
         elements = shape[0] * shape[-1] if len(shape) == 2 else shape[0]
         if name in ("model.embed_tokens.weight", "lm_head.weight"):

@@ -147,7 +147,7 @@ def _plan_8b(context, ratio=0.5, limit=None):
 def test_plan_of_the_main_model_at_its_whole_window_fits_80_gb():
     plan = _plan_8b(4_194_304)
     assert plan.bytes_per_token == 17_408
-    assert 8.4 < plan.weights_bytes / 2**30 < 8.5
+    assert 8.4 < plan.weights_bytes / 2**30 < 8.6
     assert plan.total_bytes < 79.15 * 2**30
     assert _plan_8b(4_194_304, ratio=1.0).total_bytes > 130 * 2**30
 

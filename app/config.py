@@ -1,0 +1,103 @@
+"""Settings: the only place that reads the environment and turns flags into values."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from app.errors import UsageError
+
+Weights = Literal["w8a8", "bf16"]
+Kv = Literal["kv4", "kv8", "bf16"]
+
+EMBEDDED_MODEL = "embedded"
+DEFAULT_HUB_MODEL = "gradientai/Llama-3-8B-Instruct-Gradient-4194k"
+
+
+def _folder(variable: str, default: str) -> Path:
+    return Path(os.environ.get(variable) or default).expanduser()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything a person can choose; `None` means "automatic". Flags take their defaults from here.
+
+    `model`: None, "embedded", a hub id, a directory of safetensors, or a .gguf file. `sink`, `recent`, `chunk` and
+    `context` are in tokens. `retrieval_ratio` counts only when there is a head pattern.
+    """
+
+    model: str | None = field(default_factory=lambda: os.environ.get("OCTAVO_MODEL") or None)
+    weights: Weights = "w8a8"
+    kv: Kv = "kv4"
+    pattern: Path | None = None
+    retrieval_ratio: float = 0.5
+    sink: int | None = None
+    recent: int | None = None
+    chunk: int | None = None
+    context: int | None = None
+    threads: int | None = None
+    host: str = "127.0.0.1"
+    port: int = 7860
+    debug: bool = False
+    cache_dir: Path = field(default_factory=lambda: _folder("OCTAVO_CACHE", "~/.cache/octavo"))
+    data_dir: Path = field(default_factory=lambda: _folder("OCTAVO_DATA", "~/.local/share/octavo"))
+
+    def __post_init__(self) -> None:
+        for name in ("pattern", "cache_dir", "data_dir"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, Path(value).expanduser())
+        _one_of("--weights", self.weights, get_args(Weights))
+        _one_of("--kv", self.kv, get_args(Kv))
+        if self.model is not None and not self.model.strip():
+            raise UsageError("--model is empty. Give a hub id, a directory of safetensors or a .gguf file.")
+        ratio = _number("--retrieval-ratio", self.retrieval_ratio)
+        if not 0.0 <= ratio <= 1.0:
+            raise UsageError(f"--retrieval-ratio is {ratio:g}; it must be between 0 and 1.")
+        for flag, tokens, least in (
+            ("--sink", self.sink, 0),
+            ("--recent", self.recent, 1),
+            ("--chunk", self.chunk, 1),
+            ("--context", self.context, 1),
+            ("--threads", self.threads, 1),
+        ):
+            if tokens is not None:
+                _whole(flag, tokens, least, 2**40)
+        _whole("--port", self.port, 0, 65535)
+        if self.pattern is not None and not self.pattern.is_dir():
+            raise UsageError(f"--pattern: {self.pattern} is not a directory with full_attention_heads.tsv in it.")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Settings:
+        """Settings from named values; None keeps the default, a name that is no setting is a UsageError."""
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise UsageError(f"Unknown setting {', '.join(unknown)}. Known: {', '.join(sorted(known))}.")
+        return cls(**{name: value for name, value in values.items() if value is not None})
+
+    @classmethod
+    def from_flags(cls, flags: object) -> Settings:
+        """Settings from an argparse namespace; what belongs to a command and is no setting is left alone."""
+        known = {f.name for f in fields(cls)}
+        return cls.from_mapping({name: value for name, value in vars(flags).items() if name in known})
+
+
+def _one_of(flag: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{flag} is {value!r}; choose one of {', '.join(allowed)}.")
+
+
+def _number(flag: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UsageError(f"{flag} is {value!r}; it must be a number.")
+    return float(value)
+
+
+def _whole(flag: str, value: object, least: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise UsageError(f"{flag} is {value!r}; it must be a whole number from {least:,} to {most:,}.")

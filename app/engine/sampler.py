@@ -1,0 +1,108 @@
+"""How the next token is chosen, and when an answer has begun to repeat itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from app.engine.types import SamplingParams
+from models.errors import BadLogits
+
+
+def check_sampling(params: SamplingParams) -> None:
+    """Raise ValueError naming the first parameter that is out of its range."""
+    for name, low, high in (
+        ("temperature", 0.0, 100.0),
+        ("top_p", 0.0, 1.0),
+        ("min_p", 0.0, 1.0),
+        ("repetition_penalty", 0.01, 100.0),
+    ):
+        value = getattr(params, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise ValueError(f"{name} is {value!r}; it must be a number from {low:g} to {high:g}.")
+    for name, least, most in (("top_k", 0, 2**31), ("max_new_tokens", 1, 2**40), ("seed", 0, 2**63 - 1)):
+        value = getattr(params, name)
+        if value is None and name != "top_k":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ValueError(f"{name} is {value!r}; it must be a whole number from {least} to {most}.")
+    stops: object = params.stop  # whatever a front end put there
+    if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise ValueError(f"stop is {stops!r}; it must be a list of strings that are not empty.")
+
+
+class Sampler:
+    """Chooses tokens for one answer.
+
+    Order: repetition penalty over the answer, temperature, top-k, top-p, min-p, then one draw. Temperature 0 takes the
+    largest logit. The best token always stays, so top_p 0 is greedy too. The same seed gives the same answer.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        check_sampling(params)
+        self._params = params
+        self._random = torch.Generator()
+        if params.seed is None:
+            self._random.seed()
+        else:
+            self._random.manual_seed(params.seed)
+
+    def sample(self, logits: torch.Tensor, answer_ids: Sequence[int]) -> int:
+        """The next token id from fp32 logits [vocab]; raises BadLogits when one of them is not finite."""
+        if not torch.isfinite(logits).all():
+            raise BadLogits(
+                f"The model gave logits that are not finite at answer token {len(answer_ids) + 1}; the answer was "
+                "stopped. Other weights or cache settings (--weights bf16, --kv bf16) may help."
+            )
+        params = self._params
+        if params.repetition_penalty != 1.0 and answer_ids:
+            logits = _penalise(logits, answer_ids, params.repetition_penalty)
+        if params.temperature == 0.0:
+            return int(logits.argmax())
+        if 0 < params.top_k < logits.numel():
+            values, ids = logits.topk(params.top_k)
+        else:
+            values, ids = logits.sort(descending=True, stable=True)
+        # float64, and relative to the best: no temperature can overflow.
+        probabilities = ((values.double() - values[0].double()) / params.temperature).softmax(0)
+        before = probabilities.cumsum(0) - probabilities
+        keep = (before < params.top_p) & (probabilities >= params.min_p * probabilities[0])
+        keep[0] = True
+        upto = (probabilities * keep).cumsum(0)
+        point = torch.rand((), generator=self._random, dtype=torch.float64) * upto[-1]
+        # The last kept place bounds the draw: rounding must not reach a token that was cut.
+        place = min(int(torch.searchsorted(upto, point, right=True)), int(keep.nonzero()[-1]))
+        return int(ids[place])
+
+
+def _penalise(logits: torch.Tensor, answer_ids: Sequence[int], penalty: float) -> torch.Tensor:
+    seen = torch.tensor(sorted(set(answer_ids)), device=logits.device)
+    scores = logits[seen]
+    return logits.index_copy(0, seen, torch.where(scores > 0, scores / penalty, scores * penalty))
+
+
+class LoopDetector:
+    """Finds an answer that repeats one short passage: `max_period` tokens or fewer, over and over.
+
+    A loop is reported when the repeats cover `min_span` tokens and at least `min_repeats` periods; tables and lists
+    repeat far less than that.
+    """
+
+    def __init__(self, max_period: int = 128, min_span: int = 256, min_repeats: int = 6) -> None:
+        self._ids: list[int] = []
+        self._runs = [0] * (max_period + 1)
+        self._need = [max(min_span, min_repeats * period) - period for period in range(max_period + 1)]
+
+    def push(self, token_id: int) -> bool:
+        """Take the next token; true when the answer is in a loop."""
+        ids, runs = self._ids, self._runs
+        looped = False
+        for period in range(1, min(len(runs) - 1, len(ids)) + 1):
+            if ids[-period] == token_id:
+                runs[period] += 1
+                looped = looped or runs[period] >= self._need[period]
+            else:
+                runs[period] = 0
+        ids.append(token_id)
+        return looped

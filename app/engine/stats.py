@@ -1,0 +1,49 @@
+"""How long reading takes: a cost model fitted on the chunks that were read."""
+
+from __future__ import annotations
+
+
+class CostModel:
+    """Seconds to read tokens: `linear * n + quadratic * n^2` over the context's length, from observed chunks.
+
+    Old chunks fade, so the model follows the machine. `ratio` is quadratic / linear as the model's arithmetic suggests
+    it; it stands in until chunks of different depth have been seen.
+    """
+
+    def __init__(self, ratio: float = 0.0, fade: float = 0.97) -> None:
+        self._ratio = ratio
+        self._fade = fade
+        self._count = 0
+        self._xx = self._xy = self._yy = self._xt = self._yt = 0.0
+
+    def observe(self, start: int, end: int, seconds: float) -> None:
+        """Tokens `start` to `end` of a context took this long."""
+        if end <= start:
+            return
+        # Per token, weighted by tokens: what a small chunk costs beside its tokens must not pass for their price.
+        weight, y, t = float(end - start), float(end + start), seconds / (end - start)
+        keep = self._fade
+        self._xx = keep * self._xx + weight
+        self._xy = keep * self._xy + weight * y
+        self._yy = keep * self._yy + weight * y * y
+        self._xt = keep * self._xt + weight * t
+        self._yt = keep * self._yt + weight * y * t
+        self._count += 1
+
+    def seconds(self, start: int, end: int) -> float | None:
+        """Estimate for reading tokens `start` to `end`; None before anything was observed."""
+        if not self._count:
+            return None
+        linear, quadratic = self._fit()
+        return max(0, end - start) * (linear + quadratic * (start + end))
+
+    def _fit(self) -> tuple[float, float]:
+        spread = self._xx * self._yy - self._xy**2
+        if self._count >= 4 and spread > 1e-3 * self._xx * self._yy:
+            linear = (self._xt * self._yy - self._yt * self._xy) / spread
+            quadratic = (self._yt * self._xx - self._xt * self._xy) / spread
+            if linear >= 0 and quadratic >= 0:
+                return linear, quadratic
+        r = self._ratio
+        linear = (self._xt + r * self._yt) / (self._xx + 2 * r * self._xy + r * r * self._yy)
+        return linear, r * linear

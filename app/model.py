@@ -1,0 +1,255 @@
+"""From what --model names to a model that runs: its files, head pattern, runner and tokenizer."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from app.config import DEFAULT_HUB_MODEL, EMBEDDED_MODEL, Settings
+from app.embedded import embedded_model_path
+from app.engine import engine
+from app.engine.detokenize import TokenBytes
+from app.engine.runner import _CHUNK as CHUNK
+from app.engine.runner import build_runner, dense_dtype, resolve_shape
+from app.errors import OctavoError, UsageError
+from app.prompt import PromptTokenizer
+from app.tokenizer import Tokenizer
+from models.cache.plan import MemoryPlan, plan_memory
+from models.checkpoint import open_checkpoint
+from models.config import ModelConfig
+from models.errors import BadCheckpoint, BadPattern
+from models.heads import HeadPattern, default_pattern, fetch_pattern
+
+LoadProgress = Callable[[str, float], None]
+"""Told the stage and how far loading is, from 0 to 1."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILES = "config.json generation_config.json *.safetensors model.safetensors.index.json".split()
+_HUB_FILES += "tokenizer.json tokenizer_config.json chat_template.jinja".split()
+_HUB_EXCLUDED = ["*/*", "consolidated*"]  # the weights once more in another layout
+_HUB_LEAST_BYTES = 12 << 30  # the 8B model at 8 bits, its embedding and head at 16, and a context worth having
+_PATTERNS = Path(__file__).parents[1] / "models" / "patterns"
+
+
+class Runner(engine.Runner, Protocol):
+    """A runner that also tells its settings and backends."""
+
+    def describe(self) -> dict[str, Any]: ...
+
+
+class TextTokenizer(PromptTokenizer, TokenBytes, Protocol):
+    """A tokenizer for prompts, documents and answers."""
+
+    eos_ids: frozenset[int]
+
+    def encode_text(
+        self,
+        text: str,
+        *,
+        start: bool = True,
+        progress: Callable[[float], None] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A model that is ready to run, and what people are told about it.
+
+    `bytes_for(context)` is the memory for weights and a context of so many tokens. `quadratic_cost` is how much of
+    the cost of reading grows with the square of the length, see CostModel.
+    """
+
+    name: str
+    runner: Runner
+    tokenizer: TextTokenizer
+    eos_ids: frozenset[int]
+    bytes_for: Callable[[int], int]
+    quadratic_cost: float = 0.0
+    note: str = ""
+    pattern_note: str = ""
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Where a model's files lie; `hub_id` where they came from the hub, `note` what people should know."""
+
+    name: str
+    path: Path
+    hub_id: str | None = None
+    note: str = ""
+
+
+def open_model(settings: Settings, progress: LoadProgress) -> OpenModel:
+    """Find, read and prepare the model that the settings name. Slow."""
+    progress("Finding the model", 0.0)
+    files = find_model(settings)
+    progress("Reading the tokenizer", 0.05)
+    tokenizer = Tokenizer(files.path)
+    checkpoint = open_checkpoint(files.path)
+    config = checkpoint.config
+    pattern, pattern_note = choose_pattern(files, settings)
+    if pattern is not None:
+        pattern.check(config)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise BadCheckpoint(
+            f"The tokenizer has {tokenizer.vocab_size:,} tokens, the model {config.vocab_size:,}: they do not belong "
+            "together."
+        )
+    runner = build_runner(checkpoint, pattern, settings, lambda done: progress("Reading the weights", 0.1 + 0.8 * done))
+    plan = runner.plan
+    return OpenModel(
+        name=files.name,
+        runner=runner,
+        tokenizer=tokenizer,
+        eos_ids=frozenset(config.eos_ids),
+        bytes_for=lambda context: plan.fixed_bytes + context * plan.bytes_per_token,
+        quadratic_cost=_quadratic_cost(config, runner.describe()["retrieval_ratio"]),
+        note=files.note,
+        pattern_note=pattern_note,
+    )
+
+
+def find_model(settings: Settings) -> ModelFiles:
+    """The files that --model names, fetched from the hub where needed.
+
+    Without --model: the default hub model where a GPU can hold it, else the embedded one.
+    """
+    model = settings.model
+    if model == EMBEDDED_MODEL:
+        return _embedded()
+    if model is None:
+        if not torch.cuda.is_available():
+            return _embedded()
+        if torch.cuda.get_device_properties(0).total_memory < _HUB_LEAST_BYTES:
+            return _embedded(f"This GPU is too small for {DEFAULT_HUB_MODEL}, so the small embedded model answers.")
+        try:
+            return ModelFiles(DEFAULT_HUB_MODEL, _from_hub(DEFAULT_HUB_MODEL), DEFAULT_HUB_MODEL)
+        except OctavoError as error:
+            return _embedded(f"{error} Until then the small embedded model answers.")
+    path = Path(model).expanduser()
+    if path.is_dir() or path.is_file():
+        return ModelFiles(path.resolve().name, path)
+    if path.suffix.lower() == ".gguf" or not _HUB_ID.fullmatch(model):
+        raise UsageError(
+            f"--model {model}: there is no such file or directory. Give a hub id (owner/name), a directory of "
+            "safetensors or a .gguf file."
+        )
+    return ModelFiles(model, _from_hub(model), model)
+
+
+def choose_pattern(files: ModelFiles, settings: Settings) -> tuple[HeadPattern | None, str]:
+    """The head pattern to use and what to say about it; None when every head keeps everything."""
+    if settings.pattern is not None:
+        return _told(HeadPattern.load(settings.pattern), settings)
+    if files.hub_id is not None and default_pattern(files.hub_id) is not None:
+        try:
+            return _told(fetch_pattern(files.hub_id, settings.cache_dir), settings)
+        except BadPattern as error:
+            return None, f"Every head keeps everything. {error}"
+    shipped = _PATTERNS / files.name
+    if (shipped / "config.json").is_file():
+        return _told(HeadPattern.load(shipped), settings)
+    return None, "No head pattern for this model: every head keeps everything, and --retrieval-ratio has no effect."
+
+
+def plan_context(
+    settings: Settings, context: int, config_file: Path | None = None, gpu: bool = True
+) -> tuple[MemoryPlan, int]:
+    """The memory that `context` tokens need on a GPU or CPU, without weights and without a GPU; the model's own window.
+
+    The model is what the settings name, or a Hugging Face config.json. Where its head pattern is not at hand, as many
+    heads as --retrieval-ratio says keep everything.
+    """
+    if context < 1:
+        raise UsageError(f"--context is {context}; it must be at least 1 token.")
+    device = torch.device("cuda" if gpu else "cpu")
+    config, pattern = _plan_inputs(settings, config_file)
+    _, shape = resolve_shape(config, pattern, settings, device)
+    chunk = settings.chunk or CHUNK[device.type]
+    plan = plan_memory(config, shape, settings.weights, context, chunk, dense_dtype(device).itemsize)
+    return plan, config.max_positions
+
+
+def _plan_inputs(settings: Settings, config_file: Path | None) -> tuple[ModelConfig, HeadPattern | None]:
+    model = settings.model or EMBEDDED_MODEL
+    on_disk = model == EMBEDDED_MODEL or Path(model).expanduser().exists()
+    if config_file is None and on_disk:
+        files = find_model(replace(settings, model=model))
+        return open_checkpoint(files.path).config, choose_pattern(files, settings)[0]
+    file = config_file or _config_from_hub(model)
+    try:
+        config = ModelConfig.from_hf(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} cannot be read as a config.json: {error}.") from error
+    if settings.pattern is not None:
+        return config, HeadPattern.load(settings.pattern)
+    if config_file is None and default_pattern(model) is None:
+        return config, None
+    # Only how many heads keep everything counts for memory, not which: these are spread evenly over the layers.
+    scores = np.arange(config.num_layers * config.num_kv_heads, dtype=np.float64).reshape(config.num_kv_heads, -1).T
+    return config, replace(HeadPattern.all_retrieval(config), scores=scores)
+
+
+def _told(pattern: HeadPattern, settings: Settings) -> tuple[HeadPattern, str]:
+    kept = pattern.retrieval_mask(settings.retrieval_ratio)
+    return pattern, f"{int(kept.sum())} of {kept.size} heads keep everything ({pattern.source})."
+
+
+def _embedded(note: str = "") -> ModelFiles:
+    path = embedded_model_path()
+    return ModelFiles(path.name.split(".")[0], path, note=note)
+
+
+def _from_hub(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        _fetch(
+            hub_id,
+            lambda: snapshot_download(hub_id, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_EXCLUDED),
+        )
+    )
+
+
+def _config_from_hub(hub_id: str) -> Path:
+    if not _HUB_ID.fullmatch(hub_id):
+        raise UsageError(f"--model {hub_id}: there is no such file or directory, and it is no hub id (owner/name).")
+    from huggingface_hub import hf_hub_download
+
+    return Path(_fetch(hub_id, lambda: hf_hub_download(hub_id, "config.json")))
+
+
+def _fetch(hub_id: str, download: Callable[[], str]) -> str:
+    from huggingface_hub import constants, errors
+
+    try:
+        return download()
+    except errors.GatedRepoError as error:
+        raise OctavoError(
+            f"{hub_id} asks for its licence to be accepted on its page; then log in with `hf auth login`."
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise OctavoError(f"The hub has no public model {hub_id}. Check the name.") from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        raise OctavoError(
+            f"{hub_id} is not on this machine, and {why}. Connect to the internet once, or give --model a directory "
+            "or .gguf file."
+        ) from error
+    except Exception as error:  # network, disk or hub: its client has many errors without a common base
+        raise OctavoError(f"{hub_id} could not be fetched: {error}. What came so far is kept; try again.") from error
+
+
+def _quadratic_cost(config: ModelConfig, retrieval_ratio: float) -> float:
+    """Arithmetic of attention over that of the weights, per token of context."""
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    weights = config.hidden_size * (2 * q + 2 * kv + 3 * config.intermediate_size)
+    return q * retrieval_ratio / weights

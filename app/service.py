@@ -1,0 +1,278 @@
+"""ChatService: the one door from page, API and command line to the engine."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from app.chat import Chat, Selection, Turn
+from app.config import Settings
+from app.documents import Document, read_document
+from app.engine.detokenize import Detokenizer
+from app.engine.engine import Engine, Generation
+from app.engine.sampler import check_sampling
+from app.engine.stats import CostModel
+from app.engine.types import Done, GenerationRequest, SamplingParams
+from app.errors import ContextTooLong, NotReady, UsageError
+from app.model import LoadProgress, OpenModel, open_model
+from app.prompt import Encoded, PromptBuilder
+
+__all__ = ["Chat", "ChatService", "PlanView", "Selection", "Turn"]
+
+_CACHED_TOKENS = 8_000_000  # token ids of documents kept for the next question about them, 8 bytes each
+_WARM_UP_TOKENS = 256
+# Between documents and question. Of 15 facts in 3,100 to 6,100 tokens of dry text the embedded model finds 10 with this
+# line and 6 with a plain rule instead; with unquantised weights and cache it does no better.
+_INSTRUCTION = "Answer from the {} above.\n\n"
+
+
+@dataclass(frozen=True)
+class PlanView:
+    """What the next question would take, before anything runs.
+
+    Tokens of the whole prompt, of what is new in it, and of the context; bytes for weights and this context;
+    seconds until the first word, None while unknown. `message` says it to a person.
+    """
+
+    fits: bool
+    prompt_tokens: int
+    new_tokens: int
+    capacity: int
+    bytes: int
+    seconds_estimate: float | None
+    message: str
+
+
+class ChatService:
+    """Loads one model and answers questions about documents with it. Every method may be called from any thread."""
+
+    def __init__(self, settings: Settings, opener: Callable[[Settings, LoadProgress], OpenModel] = open_model) -> None:
+        self.settings = settings
+        self.load_error: Exception | None = None
+        self._opener = opener
+        self._loaded: _Loaded | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        self._tokens: OrderedDict[tuple[Any, ...], tuple[int, ...]] = OrderedDict()
+
+    @property
+    def ready(self) -> bool:
+        """Whether questions can be asked."""
+        return self._loaded is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer runs or waits."""
+        return self._loaded is not None and self._loaded.engine.busy
+
+    def load(self, progress: LoadProgress | None = None) -> None:
+        """Load the model: slow. Never raises; a failure is kept in `load_error`, which later calls raise.
+
+        `progress(stage, fraction)` is told what goes on, with fractions from 0 to 1.
+        """
+        report = progress or (lambda stage, fraction: None)
+        if self._loaded is not None:
+            return
+        try:
+            model = self._opener(self.settings, report)
+            loaded = _Loaded(model)
+            report("Warming up", 0.95)
+            try:
+                loaded.warm_up()
+            except BaseException:
+                loaded.engine.close()
+                raise
+            with self._lock:
+                if not self._closed:
+                    self._loaded = loaded
+            if self._loaded is None:
+                loaded.engine.close()
+            report("Ready", 1.0)
+        except Exception as error:
+            self.load_error = error
+
+    def close(self) -> None:
+        """Cancel what runs and let go of the model."""
+        with self._lock:
+            self._closed, loaded, self._loaded = True, self._loaded, None
+        if loaded is not None:
+            loaded.engine.close()
+
+    def add_document(self, path: Path, name: str = "") -> Document:
+        """Read a file; raises BadDocument or DocumentTooLarge. Needs no model."""
+        return read_document(path, name)
+
+    def count_tokens(
+        self,
+        document: Document | Selection,
+        progress: Callable[[float], None] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> int:
+        """Tokens of a document's text; remembered, so that asking about it is quick.
+
+        `progress` gets fractions from 0 to 1; once `cancelled()` is true, Cancelled is raised.
+        """
+        return len(self._ids(self._need(), _selection(document), progress, cancelled))
+
+    def new_chat(self, system: str | None = None) -> Chat:
+        """An empty conversation, apart from every other."""
+        return Chat(system)
+
+    def plan(self, chat: Chat, documents: Sequence[Document | Selection] | None = None, question: str = "") -> PlanView:
+        """Whether the next question fits, and how long reading for it takes. Nothing runs on the device."""
+        loaded = self._need()
+        known = chat.token_count
+        new = len(self._new_ids(loaded, chat, _new_sources(chat, documents), question))
+        need, capacity = known + new, loaded.engine.runner.capacity
+        fits = need < capacity
+        seconds = loaded.engine.cost.seconds(known, need)
+        if fits:
+            time = "" if seconds is None else f", about {_duration(seconds)}"
+            message = f"{new:,} tokens to read{time}; {need:,} of {capacity:,} tokens of the context are used then."
+        else:
+            message = str(_too_long(need, chat, loaded))
+        return PlanView(fits, need, new, capacity, loaded.model.bytes_for(need), seconds, message)
+
+    def ask(
+        self,
+        chat: Chat,
+        question: str,
+        documents: Sequence[Document | Selection] | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> Generation:
+        """Ask a question; the answer comes as events.
+
+        `documents` are read ahead of the question; those that this chat has read already are not read again. The turn
+        joins the chat when it ends with an answer, complete or cut short. Raises NotReady, UsageError, ContextTooLong.
+        While an earlier answer of the same chat is being cancelled this waits for its last step.
+        """
+        loaded = self._need()
+        sampling = sampling or SamplingParams()
+        if not question.strip():
+            raise UsageError("The question is empty.")
+        try:
+            check_sampling(sampling)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        with chat.asking:
+            chat.settle()
+            sources = _new_sources(chat, documents)
+            new_ids = tuple(self._new_ids(loaded, chat, sources, question))
+            prompt = chat.token_ids + new_ids
+            if len(prompt) >= loaded.engine.runner.capacity:
+                raise _too_long(len(prompt), chat, loaded)
+            request = GenerationRequest(prompt, sampling, loaded.stop_ids, chat.id)
+
+            def keep(done: Done) -> None:
+                if done.token_ids:
+                    ids = tuple(loaded.prompts.answer_ids(done.token_ids, loaded.stop_ids))
+                    chat.turns.append(Turn(question, sources, new_ids, ids, done.text, done.finish_reason))
+
+            generation = loaded.engine.submit(request, keep)
+            chat.follow(generation)
+        return generation
+
+    def status(self, chat: Chat | None = None) -> dict[str, Any]:
+        """Facts for people and for --json.
+
+        Keys: model, note, pattern, context_used, context_capacity, memory (bytes by kind), ms_per_token,
+        prefill_tokens_per_s, busy, settings (weights, kv, retrieval_ratio, sink, recent, chunk, backends).
+        """
+        loaded = self._need()
+        runner, timings = loaded.model.runner, loaded.engine.timings
+        return {
+            "model": loaded.model.name,
+            "note": loaded.model.note,
+            "pattern": loaded.model.pattern_note,
+            "context_used": chat.token_count if chat is not None else 0,
+            "context_capacity": runner.capacity,
+            "memory": asdict(runner.memory()),
+            "ms_per_token": timings.decode_ms_per_token,
+            "prefill_tokens_per_s": timings.prefill_tokens_per_s,
+            "busy": loaded.engine.busy,
+            "settings": runner.describe(),
+        }
+
+    def _need(self) -> _Loaded:
+        loaded = self._loaded
+        if loaded is not None:
+            return loaded
+        if self.load_error is not None:
+            raise self.load_error
+        raise NotReady("The service is closed." if self._closed else "The model is still loading. Try again soon.")
+
+    def _new_ids(self, loaded: _Loaded, chat: Chat, sources: Sequence[Selection], question: str) -> list[int]:
+        content: list[str | Encoded] = []
+        for source in sources:
+            content += [f"Document: {source.title}\n\n", Encoded(self._ids(loaded, source)), "\n\n"]
+        if sources:
+            content.append(_INSTRUCTION.format("document" if len(sources) == 1 else "documents"))
+        content.append(question.strip())
+        return loaded.prompts.next(content) if chat.turns else loaded.prompts.first(content, chat.system)
+
+    def _ids(
+        self,
+        loaded: _Loaded,
+        source: Selection,
+        progress: Callable[[float], None] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> tuple[int, ...]:
+        with self._lock:
+            if source.key in self._tokens:
+                self._tokens.move_to_end(source.key)
+                return self._tokens[source.key]
+        encode = loaded.model.tokenizer.encode_text
+        ids = tuple(encode(source.text.strip(), start=False, progress=progress, cancelled=cancelled))
+        with self._lock:
+            self._tokens[source.key] = ids
+            total = sum(map(len, self._tokens.values()))
+            while total > _CACHED_TOKENS and len(self._tokens) > 1:
+                total -= len(self._tokens.popitem(last=False)[1])
+        return ids
+
+
+class _Loaded:
+    """A model that is ready: engine, prompts and the ids that end an answer."""
+
+    def __init__(self, model: OpenModel) -> None:
+        self.model = model
+        self.prompts = PromptBuilder(model.tokenizer)
+        self.stop_ids = model.eos_ids | model.tokenizer.eos_ids | self.prompts.end_ids
+        self.engine = Engine(
+            model.runner, lambda stop: Detokenizer(model.tokenizer, stop), CostModel(model.quadratic_cost)
+        )
+
+    def warm_up(self) -> None:
+        """Read and write a little, so that the first question pays for nothing and its time can be told."""
+        runner = self.model.runner
+        length = max(1, min(runner.chunk, _WARM_UP_TOKENS, runner.capacity - 2))
+        words = self.model.tokenizer.encode_text("The quick brown fox jumps over the lazy dog. ") or [0]
+        prompt = tuple((words * (length // len(words) + 1))[:length])
+        self.engine.submit(GenerationRequest(prompt, SamplingParams(max_new_tokens=2))).result()
+
+
+def _selection(document: Document | Selection) -> Selection:
+    return document if isinstance(document, Selection) else Selection.whole(document)
+
+
+def _new_sources(chat: Chat, documents: Sequence[Document | Selection] | None) -> tuple[Selection, ...]:
+    chosen = {source.key: source for source in map(_selection, documents or ())}
+    return tuple(source for source in chosen.values() if not chat.has(source))
+
+
+def _too_long(need: int, chat: Chat, loaded: _Loaded) -> ContextTooLong:
+    if chat.turns:
+        advice = f"The chat so far has {chat.token_count:,}. Start a new chat, or choose fewer pages."
+    else:
+        advice = "Choose fewer pages or a shorter document."
+    return ContextTooLong(need + 1, loaded.engine.runner.capacity, advice)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,174 @@
+"""From --model to files, pattern and plan; nothing here touches the network."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import huggingface_hub
+import numpy as np
+import pytest
+import torch
+from huggingface_hub import errors
+
+import app.model
+from app.config import DEFAULT_HUB_MODEL, Settings
+from app.errors import OctavoError, UsageError
+from app.model import ModelFiles, choose_pattern, find_model, plan_context
+from models.errors import BadPattern
+from models.heads import HeadPattern
+
+LLAMA3_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 4194304,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 45_000_000_000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA3_8B))
+    return tmp_path / "config.json"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """A hub that has every model; lists what was asked for."""
+    asked: list[str] = []
+
+    def snapshot(hub_id: str, **options: object) -> str:
+        asked.append(hub_id)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    return asked
+
+
+def no_hub(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(hub_id: str, *more: object, **options: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+
+
+def test_files_and_directories_are_taken_as_they_are(tmp_path: Path, hub: list[str]) -> None:
+    (tmp_path / "m.gguf").touch()
+    assert find_model(Settings(model=str(tmp_path))) == ModelFiles(tmp_path.name, tmp_path)
+    assert find_model(Settings(model=str(tmp_path / "m.gguf"))).name == "m.gguf"
+    assert find_model(Settings(model="embedded")).path.suffix == ".gguf"
+    assert hub == []
+
+
+@pytest.mark.parametrize("model", ["/no/such/place", "no/such/file.gguf", "word", "a/b/c", "../x"])
+def test_what_is_nowhere_names_the_three_forms(model: str, hub: list[str]) -> None:
+    with pytest.raises(UsageError, match=r"hub id .*directory of safetensors or a \.gguf file"):
+        find_model(Settings(model=model))
+    assert hub == []
+
+
+def test_hub_ids_are_fetched(hub: list[str], tmp_path: Path) -> None:
+    assert find_model(Settings(model="owner/name")) == ModelFiles("owner/name", tmp_path, "owner/name")
+    assert hub == ["owner/name"]
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (errors.LocalEntryNotFoundError("x"), "not on this machine"),
+        (errors.OfflineModeIsEnabled("x"), "not on this machine"),
+        (OSError("disk full"), "disk full"),
+        (errors.HFValidationError("odd name"), "odd name"),
+    ],
+)
+def test_a_hub_that_gives_nothing_is_told_clearly(monkeypatch: pytest.MonkeyPatch, error: Exception, says: str) -> None:
+    no_hub(monkeypatch, error)
+    with pytest.raises(OctavoError, match=says) as caught:
+        find_model(Settings(model="owner/name"))
+    assert "owner/name" in str(caught.value)
+
+
+def test_without_model_the_hardware_decides(monkeypatch: pytest.MonkeyPatch, hub: list[str]) -> None:
+    settings = replace(Settings(), model=None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert find_model(settings).note == ""
+    assert hub == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for size, name in ((80 << 30, DEFAULT_HUB_MODEL), (4 << 30, "SmolLM2-135M-Instruct")):
+        properties = type("Properties", (), {"total_memory": size})
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, value=properties: value)
+        assert find_model(settings).name == name
+    assert "too small" in find_model(settings).note
+    properties.total_memory = 80 << 30
+    no_hub(monkeypatch, errors.LocalEntryNotFoundError("x"))
+    assert "Until then the small embedded model" in find_model(settings).note
+
+
+def test_the_pattern_is_the_given_one_the_published_one_the_shipped_one_or_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given, published, shipped = (HeadPattern(np.eye(4), 4, 8, name) for name in ("given", "published", "shipped"))
+    given.save(tmp_path / "given")
+    shipped.save(tmp_path / "shipped" / "small")
+    monkeypatch.setattr(app.model, "_PATTERNS", tmp_path / "shipped")
+    monkeypatch.setattr(app.model, "fetch_pattern", lambda hub_id, cache: published)
+    hub_files = ModelFiles("x", tmp_path, DEFAULT_HUB_MODEL)
+    settings = Settings()
+    for files, use, want in (
+        (hub_files, replace(settings, pattern=tmp_path / "given"), "given"),
+        (hub_files, settings, "published"),
+        (ModelFiles("small", tmp_path), settings, "shipped"),
+    ):
+        pattern, note = choose_pattern(files, use)
+        assert pattern is not None
+        assert pattern.source == want
+        assert note == f"8 of 16 heads keep everything ({want})."
+    pattern, note = choose_pattern(ModelFiles("other", tmp_path), settings)
+    assert pattern is None
+    assert "every head keeps everything" in note
+
+    def offline(hub_id: str, cache: Path) -> HeadPattern:
+        raise BadPattern("It could not be fetched.")
+
+    monkeypatch.setattr(app.model, "fetch_pattern", offline)
+    assert choose_pattern(hub_files, settings) == (None, "Every head keeps everything. It could not be fetched.")
+
+
+def test_the_plan_of_llama3_8b_is_the_arithmetic(config_file: Path) -> None:
+    plan, window = plan_context(Settings(), 4_194_304, config_file)
+    assert (plan.bytes_per_token, window) == (17_408, 4_194_304)
+    assert 68 << 30 <= plan.retrieval_bytes < 69 << 30
+    for kv, bytes_per_token in (("kv4", 2 * 17_408), ("bf16", 131_072)):
+        settings = Settings.from_mapping({"kv": kv, "retrieval_ratio": 1.0})
+        assert plan_context(settings, 1000, config_file)[0].bytes_per_token == bytes_per_token
+
+
+def test_the_plan_of_the_embedded_model_needs_no_pattern(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(app.model, "_PATTERNS", tmp_path)
+    plan, window = plan_context(Settings(model="embedded"), 8192, gpu=False)
+    assert window == 8192
+    assert plan.bytes_per_token == 30 * 3 * 2 * (64 // 2 + 4)
+    assert 130e6 < plan.weights_bytes < 270e6
+
+
+def test_plans_that_cannot_be_made_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config_file: Path) -> None:
+    with pytest.raises(UsageError, match="at least 1"):
+        plan_context(Settings(), 0, config_file)
+    with pytest.raises(UsageError, match=r"cannot be read as a config\.json"):
+        plan_context(Settings(), 1000, tmp_path / "missing.json")
+    with pytest.raises(UsageError, match="no such file"):
+        plan_context(Settings(model="/no/where"), 1000)
+    no_hub(monkeypatch, errors.OfflineModeIsEnabled("x"))
+    with pytest.raises(OctavoError, match="not on this machine"):
+        plan_context(Settings(model="owner/name"), 1000)

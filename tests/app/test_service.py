@@ -1,0 +1,379 @@
+"""The service on a fake model: documents, turns, plans, cancelling, two people at once."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config import Settings
+from app.documents import Document
+from app.engine.engine import Generation
+from app.engine.types import Done, Failed, Queued, SamplingParams, Token
+from app.errors import BadDocument, ContextTooLong, NotReady, UsageError
+from app.model import LoadProgress, OpenModel
+from app.service import Chat, ChatService, Selection
+from tests.fakes import END, FakeRunner, FakeSlot, FakeTokenizer
+
+WAIT = 10.0
+Start = Callable[..., ChatService]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    services: list[ChatService] = []
+
+    def build(**runner: Any) -> ChatService:
+        model = OpenModel(
+            name="fake",
+            runner=FakeRunner(**{"capacity": 2000, **runner}),
+            tokenizer=FakeTokenizer(),
+            eos_ids=frozenset({END}),
+            bytes_for=lambda context: 1000 + 10 * context,
+            pattern_note="No pattern.",
+        )
+        services.append(ChatService(Settings(), lambda settings, progress: model))
+        services[-1].load()
+        assert services[-1].load_error is None
+        return services[-1]
+
+    yield build
+    for service in services:
+        runner = fake(service) if service.ready else None
+        service.close()
+        assert runner is None or runner.open_slots == 0
+
+
+def fake(service: ChatService) -> FakeRunner:
+    assert service._loaded is not None
+    runner = service._loaded.engine.runner
+    assert isinstance(runner, FakeRunner)
+    return runner
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> Document:
+    return write(tmp_path, "notes.txt", "The word is heron.\fIt was said <|im_end|> twice.\fNo more.")
+
+
+def write(folder: Path, name: str, text: str) -> Document:
+    (folder / name).write_text(text)
+    return ChatService(Settings()).add_document(folder / name, name)
+
+
+def finish(generation: Generation) -> Done:
+    event = list(generation)[-1]
+    assert isinstance(event, Done), event
+    return event
+
+
+def read(chat: Chat) -> str:
+    return FakeTokenizer().decode(chat.token_ids)
+
+
+def test_before_loading_there_is_a_clear_answer(tmp_path: Path) -> None:
+    service = ChatService(Settings(), lambda settings, progress: pytest.fail("not yet"))
+    assert not service.ready
+    assert not service.busy
+    for call in (lambda: service.ask(Chat(), "Q"), lambda: service.plan(Chat()), service.status):
+        with pytest.raises(NotReady, match="loading"):
+            call()
+    assert write(tmp_path, "a.txt", "text").text.strip() == "text"  # documents need no model
+    with pytest.raises(BadDocument):
+        write(tmp_path, "empty.txt", "")
+
+
+def test_a_failure_to_load_is_kept_and_raised_by_every_call() -> None:
+    def fail(settings: Settings, progress: LoadProgress) -> OpenModel:
+        raise UsageError("there is no such model")
+
+    service = ChatService(Settings(), fail)
+    service.load()
+    assert isinstance(service.load_error, UsageError)
+    with pytest.raises(UsageError, match="no such model"):
+        service.ask(Chat(), "Q")
+    service.close()
+
+
+def test_loading_tells_its_stages_warms_up_and_happens_once() -> None:
+    told: list[tuple[str, float]] = []
+    opened: list[FakeRunner] = []
+
+    def opener(settings: Settings, progress: LoadProgress) -> OpenModel:
+        progress("Reading the weights", 0.5)
+        opened.append(FakeRunner())
+        return OpenModel("fake", opened[-1], FakeTokenizer(), frozenset({END}), lambda context: context)
+
+    service = ChatService(Settings(), opener)
+    for _ in range(2):
+        service.load(lambda stage, fraction: told.append((stage, fraction)))
+    assert told == [("Reading the weights", 0.5), ("Warming up", 0.95), ("Ready", 1.0)]
+    assert len(opened) == 1
+    assert (opened[0].starts, opened[0].kept) == (1, {})
+    service.close()
+
+
+def test_close_while_loading_leaves_nothing_running() -> None:
+    reached, go = threading.Event(), threading.Event()
+    runner = FakeRunner()
+
+    def slow(settings: Settings, progress: LoadProgress) -> OpenModel:
+        reached.set()
+        assert go.wait(WAIT)
+        return OpenModel("fake", runner, FakeTokenizer(), frozenset(), lambda context: context)
+
+    service = ChatService(Settings(), slow)
+    loading = threading.Thread(target=service.load)
+    loading.start()
+    assert reached.wait(WAIT)
+    service.close()
+    go.set()
+    loading.join(WAIT)
+    assert not service.ready
+    assert not [thread for thread in threading.enumerate() if thread.name == "octavo-engine"]
+    with pytest.raises(NotReady, match="closed"):
+        service.ask(Chat(), "Q")
+
+
+def test_documents_stand_before_the_question_and_their_control_tokens_are_text(
+    start: Start, document: Document
+) -> None:
+    service = start()
+    chat = service.new_chat("Be brief.")
+    answer = finish(service.ask(chat, " What is the word? ", [document]))
+    assert answer.text == "Yes."
+    assert read(chat) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\nDocument: notes.txt (pages 1-3 of 3)\n\n"
+        f"{document.text.strip()}\n\nAnswer from the document above.\n\nWhat is the word?<|im_end|>\n"
+        "<|im_start|>assistant\nYes."
+    )
+    assert chat.token_ids.count(END) == 2  # the document's <|im_end|> is not one
+    assert answer.usage.prompt_tokens == chat.token_count - len("Yes.")
+
+
+def test_the_second_turn_reads_only_what_is_new(start: Start, document: Document) -> None:
+    service = start()
+    chat = service.new_chat()
+    first = finish(service.ask(chat, "First?", [document]))
+    before = chat.token_ids
+    fake(service).read = 0
+    second = finish(service.ask(chat, "Second?", [document]))
+    assert chat.token_ids[: len(before)] == before
+    assert second.usage.cached_tokens == first.usage.prompt_tokens + len("Yes.")
+    new = len("E\nSuser\nSecond?E\nSassistant\n")  # E and S: the control tokens, one id each
+    assert second.usage.prompt_tokens - second.usage.cached_tokens == fake(service).read == new
+    assert read(chat).count("heron") == 1
+    assert [turn.sources for turn in chat.turns] == [(Selection.whole(document),), ()]
+
+
+def test_a_later_document_is_appended(start: Start, document: Document, tmp_path: Path) -> None:
+    service = start()
+    chat = service.new_chat()
+    finish(service.ask(chat, "First?", [document]))
+    before = chat.token_ids
+    other = write(tmp_path, "other.txt", "A second text.")
+    finish(service.ask(chat, "Second?", [document, other]))
+    assert chat.token_ids[: len(before)] == before
+    assert read(chat).endswith("above.\n\nSecond?<|im_end|>\n<|im_start|>assistant\nYes.")
+    assert "Document: other.txt (page 1 of 1)\n\nA second text.\n" in read(chat)
+
+
+def test_pages_can_be_chosen(start: Start, document: Document) -> None:
+    service = start()
+    chat = service.new_chat()
+    part = Selection(document, 2, 2)
+    assert service.count_tokens(part) == len(part.text.strip())
+    assert service.count_tokens(document) > service.count_tokens(part)
+    finish(service.ask(chat, "Q?", [part]))
+    assert "Document: notes.txt (page 2 of 3)" in read(chat)
+    assert "heron" not in read(chat)
+    with pytest.raises(UsageError, match="pages 1 to 3"):
+        service.ask(chat, "Q?", [Selection(document, 2, 9)])
+
+
+def test_a_document_is_tokenised_once(start: Start, document: Document) -> None:
+    service = start()
+    told: list[float] = []
+    service.count_tokens(document, progress=told.append)
+    assert told == [1.0]
+    tokenizer = service._need().model.tokenizer
+    assert isinstance(tokenizer, FakeTokenizer)
+    tokenizer.encoded.clear()
+    for question in "abc":
+        service.plan(service.new_chat(), [document], question)
+    finish(service.ask(service.new_chat(), "Q?", [document]))
+    assert not any("heron" in text for text in tokenizer.encoded)
+
+
+def test_the_plan_says_what_the_question_will_take(start: Start, document: Document) -> None:
+    service = start()
+    chat = service.new_chat()
+    plan = service.plan(chat, [document], "First?")
+    answer = finish(service.ask(chat, "First?", [document]))
+    assert plan.fits
+    assert plan.prompt_tokens == plan.new_tokens == answer.usage.prompt_tokens
+    assert (plan.capacity, plan.bytes) == (2000, 1000 + 10 * plan.prompt_tokens)
+    assert plan.seconds_estimate is not None
+    assert plan.seconds_estimate > 0
+    assert f"{plan.new_tokens:,} tokens to read" in plan.message
+    later = service.plan(chat, [document], "Second?")
+    assert later.prompt_tokens == chat.token_count + later.new_tokens
+    assert later.new_tokens < 50
+
+
+def test_too_long_is_told_with_both_counts_before_and_on_asking(start: Start, tmp_path: Path) -> None:
+    service = start(capacity=300)
+    chat = service.new_chat()
+    long = write(tmp_path, "long.txt", "word " * 100)
+    plan = service.plan(chat, [long], "Q?")
+    assert not plan.fits
+    assert f"{plan.prompt_tokens + 1:,} tokens; the context holds 300" in plan.message
+    with pytest.raises(ContextTooLong) as caught:
+        service.ask(chat, "Q?", [long])
+    assert (caught.value.need, caught.value.limit) == (plan.prompt_tokens + 1, 300)
+    assert not chat.turns
+    assert finish(service.ask(chat, "Q?")).text == "Yes."  # the chat is as it was
+
+
+@pytest.mark.parametrize(("spare", "fits"), [(1, True), (0, False), (-1, False)])
+def test_prompts_around_the_limit(start: Start, spare: int, fits: bool) -> None:
+    need = start().plan(Chat(), [], "Question?").prompt_tokens
+    service = start(capacity=need + spare)
+    assert service.plan(Chat(), [], "Question?").fits is fits
+    if fits:
+        done = finish(service.ask(Chat(), "Question?", sampling=SamplingParams(max_new_tokens=500)))
+        assert (done.finish_reason, done.text, done.usage.prompt_tokens) == ("length", "Y", need)
+    else:
+        with pytest.raises(ContextTooLong):
+            service.ask(Chat(), "Question?")
+
+
+def test_a_chat_that_outgrows_the_context_says_so(start: Start) -> None:
+    service = start(capacity=150)
+    chat = service.new_chat()
+    finish(service.ask(chat, "And then?"))
+    before = chat.token_ids
+    says = rf"the context holds 150\. The chat so far has {len(before)}\. Start a new chat"
+    with pytest.raises(ContextTooLong, match=says):
+        service.ask(chat, "And then? " * 20)
+    assert chat.token_ids == before
+
+
+def test_wrong_questions_are_usage_errors(start: Start) -> None:
+    service = start()
+    with pytest.raises(UsageError, match="empty"):
+        service.ask(service.new_chat(), "  \n")
+    with pytest.raises(UsageError, match="temperature"):
+        service.ask(service.new_chat(), "Q?", sampling=SamplingParams(temperature=-1))
+
+
+def hold(step: str, at: int) -> tuple[Callable[[str, FakeSlot], None], threading.Event, threading.Event]:
+    """A hook that waits at the `at`th such step: (hook, it is there, let it go)."""
+    reached, go, seen = threading.Event(), threading.Event(), [0]
+
+    def hook(now: str, slot: FakeSlot) -> None:
+        if now == step:
+            seen[0] += 1
+            if seen[0] == at:
+                reached.set()
+                assert go.wait(WAIT)
+
+    return hook, reached, go
+
+
+def test_stop_then_ask_at_once(start: Start, document: Document) -> None:
+    service = start(answer=lambda prompt: "a long answer")
+    chat = service.new_chat()
+    fake(service).hook, reached, go = hold("decode", 6)
+    first = service.ask(chat, "First?", [document])
+    assert reached.wait(WAIT)
+    with pytest.raises(UsageError, match="still answering"):
+        service.ask(chat, "Second?")
+    first.cancel()
+    threading.Timer(0.05, go.set).start()
+    second = finish(service.ask(chat, "Second?", [document]))  # waits for the first one's last step
+    assert finish(first).text == "a long"
+    assert [turn.answer for turn in chat.turns] == ["a long", "a long answer"]
+    assert "a long<|im_end|>\n<|im_start|>user\nSecond?" in read(chat)
+    assert second.usage.cached_tokens == len(chat.turns[0].prompt_ids) + len(chat.turns[0].answer_ids)
+
+
+def test_an_answer_cancelled_before_its_first_word_leaves_the_chat_as_it_was(start: Start, document: Document) -> None:
+    service = start()
+    chat = service.new_chat()
+    fake(service).hook, reached, go = hold("prefill", 2)
+    generation = service.ask(chat, "First?", [document])
+    assert reached.wait(WAIT)
+    generation.cancel()
+    go.set()
+    assert finish(generation).finish_reason == "cancelled"
+    assert chat.turns == []
+    again = finish(service.ask(chat, "Another?", [document]))
+    assert again.usage.cached_tokens == 32  # both chunks that were read
+    assert read(chat).count("heron") == 1
+
+
+def test_an_answer_that_nobody_waits_for_is_cancelled_and_the_chat_goes_on(start: Start) -> None:
+    service = start()
+    chat = service.new_chat()
+    fake(service).hook, reached, go = hold("prefill", 1)
+    generation = service.ask(chat, "First?")
+    assert reached.wait(WAIT)
+    del generation
+    gc.collect()
+    threading.Timer(0.05, go.set).start()
+    assert finish(service.ask(chat, "Second?")).text == "Yes."
+    assert [turn.question for turn in chat.turns] == ["Second?"]
+
+
+def test_a_failed_answer_leaves_the_chat_as_it_was(start: Start) -> None:
+    service = start()
+    chat = service.new_chat()
+    finish(service.ask(chat, "First?"))
+    before = chat.token_ids
+
+    def fail(step: str, slot: FakeSlot) -> None:
+        raise OSError("gone")
+
+    fake(service).hook = fail
+    assert isinstance(list(service.ask(chat, "Second?"))[-1], Failed)
+    assert chat.token_ids == before
+    fake(service).hook = lambda step, slot: None
+    assert finish(service.ask(chat, "Third?")).text == "Yes."
+
+
+def test_two_people_wait_for_each_other_and_never_share_a_word(start: Start, tmp_path: Path) -> None:
+    service = start(answer=lambda prompt: "Ada" if b"Ada" in bytes(i % 256 for i in prompt) else "Bo")
+    fake(service).hook, reached, go = hold("prefill", 1)
+    chats = {name: service.new_chat() for name in ("Ada", "Bo")}
+    generations = {}
+    for name, chat in chats.items():
+        generations[name] = service.ask(chat, f"Who is {name}?", [write(tmp_path, f"{name}.txt", f"I am {name}.")])
+        assert reached.wait(WAIT)
+    assert service.busy
+    assert generations["Bo"].next_event(WAIT) == Queued(1)
+    go.set()
+    for name, other in (("Ada", "Bo"), ("Bo", "Ada")):
+        events = list(generations[name])
+        assert "".join(event.text for event in events if isinstance(event, Token)) == name
+        assert other not in read(chats[name])
+    assert not service.busy
+
+
+def test_status_tells_what_people_want_to_know(start: Start) -> None:
+    service = start()
+    chat = service.new_chat()
+    finish(service.ask(chat, "Q?"))
+    status = service.status(chat)
+    assert (status["model"], status["pattern"], status["context_capacity"]) == ("fake", "No pattern.", 2000)
+    assert status["context_used"] == chat.token_count
+    assert status["memory"]["weights_bytes"] == 1000
+    assert status["settings"]["weights"] == "fake"
+    assert status["ms_per_token"] > 0
+    assert status["prefill_tokens_per_s"] > 0
+    assert service.status()["context_used"] == 0
