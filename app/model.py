@@ -16,11 +16,12 @@ from app.config import DEFAULT_HUB_MODEL, EMBEDDED_MODEL, Settings
 from app.embedded import embedded_model_path
 from app.engine import engine
 from app.engine.detokenize import TokenBytes
-from app.engine.runner import _CHUNK as CHUNK
-from app.engine.runner import build_runner, dense_dtype, resolve_shape
+from app.engine.runner import build_runner
+from app.engine.sizing import CHUNKS, resolve_shape
 from app.errors import OctavoError, UsageError
 from app.prompt import PromptTokenizer
 from app.tokenizer import Tokenizer
+from models.build import dense_dtype
 from models.cache.plan import MemoryPlan, plan_memory
 from models.checkpoint import open_checkpoint
 from models.config import ModelConfig
@@ -173,7 +174,7 @@ def plan_context(
     device = torch.device("cuda" if gpu else "cpu")
     config, pattern = _plan_inputs(settings, config_file)
     _, shape = resolve_shape(config, pattern, settings, device)
-    chunk = settings.chunk or CHUNK[device.type]
+    chunk = settings.chunk or CHUNKS[device.type][-1]
     plan = plan_memory(config, shape, settings.weights, context, chunk, dense_dtype(device).itemsize)
     return plan, config.max_positions
 

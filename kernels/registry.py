@@ -78,7 +78,10 @@ def report(device: torch.device, head_dim: int = 128) -> list[dict[str, Any]]:
         (KV4_DECODE, {"head_dim": head_dim}),
     ):
         choice = kernel.choose(device, **traits)
-        others = {b.name: choice.declined.get(b.name, "a better one serves") for b in kernel.backends}
-        others.pop(choice.backend.name)
+        others = {
+            b.name: b.declines(device, **traits) or "a better one serves"
+            for b in kernel.backends
+            if b is not choice.backend
+        }
         rows.append({"kernel": kernel.name, "chosen": choice.backend.name, "declined": others})
     return rows

@@ -9,11 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models.cache.shape import CacheShape
+from models.checkpoint import Checkpoint
 from models.config import ModelConfig
 from models.decoder import Decoder, Layer
 from models.errors import BadCheckpoint
 from quant import kv4
-from quant.w8a8 import Linear
+from quant.w8a8 import DenseLinear, Linear, W8A8Linear
 
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -74,6 +76,38 @@ def build_decoder(
         head,
         None if turn is None else turn.to(device),
     )
+
+
+def load_decoder(
+    checkpoint: Checkpoint,
+    mask: np.ndarray,
+    weights: str,
+    shape: CacheShape,
+    device: torch.device,
+    progress: Callable[[float], None] = lambda done: None,
+) -> Decoder:
+    """The decoder of a checkpoint with "w8a8", "bf16" or (for comparisons) "fp32" weights on `device`."""
+
+    def linear(weight: Tensor, bias: Tensor | None) -> Linear:
+        weight, bias = weight.to(device), None if bias is None else bias.to(device)
+        if weights == "w8a8":
+            return W8A8Linear.from_float(weight, bias)
+        return DenseLinear(weight.to(torch.float32 if weights == "fp32" else torch.bfloat16), bias)
+
+    how = Build(
+        mask,
+        linear,
+        DenseLinear,
+        lambda tensor: tensor.to(device=device, dtype=dense_dtype(device)),
+        rotate_values=shape.rotated,
+        rotate_residual=weights == "w8a8",
+    )
+    return build_decoder(checkpoint.config, checkpoint.tensors(), how, progress)
+
+
+def dense_dtype(device: torch.device) -> torch.dtype:
+    """dtype of embedding and head: fp32 on a CPU, where bf16 logits would tie and gain no time."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 class _LayerBuild:

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.attention_decode import PackedRun
+from kernels.attention_decode import Packed
+from kernels.attention_decode.ref import stretches
 from kernels.kv4_pack import KV4_LAYOUT
 from models.cache.shape import BLOCK, CacheShape
 from models.errors import PoolExhausted
@@ -26,7 +27,7 @@ class BlockPool:
         self.shape = shape
         self.blocks = blocks
         self.device = device
-        self.layout = KV4_LAYOUT.choose(device, head_dim=shape.head_dim).backend.run
+        self.layout = KV4_LAYOUT.choose(device, head_dim=shape.head_dim, group=shape.group).backend.run
         heads, d = sum(shape.retrieval_heads), shape.head_dim
         if shape.bits == 16:
             self._keys = torch.empty(heads, blocks, BLOCK, d, dtype=shape.exact_dtype, device=device)
@@ -117,34 +118,18 @@ class BlockPool:
     def read(self, slots: slice, ids: Sequence[int], most: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values [heads, tokens, d] in the compute dtype, run by run, at most `most` tokens at a time."""
         d = self.shape.head_dim
-        for start, end in _runs(ids, most // BLOCK):
+        for start, end in stretches(ids, most // BLOCK):
             if self.shape.bits == 16:
                 keys, values = (x[slots, start:end].flatten(1, 2) for x in (self._keys, self._values))
                 yield keys.to(self.shape.compute_dtype), values.to(self.shape.compute_dtype)
                 continue
-            run = self._run(slots, start, end)
+            packed = self._keys[slots, start:end].flatten(1), self._values[slots, :, start:end].flatten(2)
             if self.shape.bits == 4:
-                k_codes, v_codes = self.layout.unpack_keys(run.keys, d), self.layout.unpack_values(run.values, d)
+                k_codes, v_codes = self.layout.unpack_keys(packed[0], d), self.layout.unpack_values(packed[1], d)
             else:
-                k_codes, v_codes = run.keys.unflatten(1, (-1, d)), run.values[:, 0].unflatten(1, (-1, d))
-            yield self._restore(k_codes, v_codes, run.scales)
+                k_codes, v_codes = packed[0].unflatten(1, (-1, d)), packed[1][:, 0].unflatten(1, (-1, d))
+            yield self._restore(k_codes, v_codes, self._scales[slots, start:end].flatten(1, 2))
 
-    def packed_runs(self, slots: slice, ids: Sequence[int]) -> list[PackedRun]:
-        """The same history as it is stored, for a decode kernel."""
-        return [self._run(slots, start, end) for start, end in _runs(ids, self.blocks)]
-
-    def _run(self, slots: slice, start: int, end: int) -> PackedRun:
-        return PackedRun(
-            self._keys[slots, start:end].flatten(1),
-            self._values[slots, :, start:end].flatten(2),
-            self._scales[slots, start:end].flatten(1, 2),
-        )
-
-
-def _runs(ids: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
-    """(first, last + 1) of each stretch of consecutive ids, none longer than `longest`."""
-    start = 0
-    for i in range(1, len(ids) + 1):
-        if i == len(ids) or ids[i] != ids[i - 1] + 1 or i - start == longest:
-            yield ids[start], ids[i - 1] + 1
-            start = i
+    def packed(self, slots: slice, table: Tensor) -> Packed:
+        """The blocks in `table` (int32, on the pool's device) as they are stored, for a decode kernel."""
+        return Packed(self._keys[slots], self._values[slots], self._scales[slots], table)

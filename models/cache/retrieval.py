@@ -31,11 +31,13 @@ class RetrievalHeads:
         heads = sum(shape.retrieval_heads)
         self.keys = torch.empty(heads, 2 * BLOCK, shape.head_dim, dtype=shape.exact_dtype, device=pool.device)
         self.values = torch.empty_like(self.keys)
+        self._table = torch.empty(pool.blocks if shape.bits == 4 else 0, dtype=torch.int32, device=pool.device)
+        self._listed = 0
         self._scale = shape.head_dim**-0.5
         self._attend = ATTENTION.choose(
             pool.device, head_dim=shape.head_dim, dtype=shape.compute_dtype
         ).backend.run.attend
-        self._decode = KV4_DECODE.choose(pool.device, head_dim=shape.head_dim).backend.run.decode
+        self._decode = KV4_DECODE.choose(pool.device, head_dim=shape.head_dim, group=shape.group).backend.run.decode
 
     def copy(self) -> RetrievalHeads:
         """The same tokens in buffers of their own."""
@@ -62,21 +64,29 @@ class RetrievalHeads:
         self.keys[slots, at] = k[:, 0]
         self.values[slots, at] = v[:, 0]
         exact_k, exact_v = self.keys[slots, : at + 1], self.values[slots, : at + 1]
-        packed = ids[: max(block - 1, 0)]
+        blocks = max(block - 1, 0)
         grouped = q.view(k.shape[0], -1, q.shape[-1])
         if self.shape.bits == 4:
-            runs = self.pool.packed_runs(slots, packed)
-            out = self._decode(grouped, exact_k, exact_v, runs, self.pool.layout, self._scale)
+            packed = self.pool.packed(slots, self._listing(ids, blocks))
+            out = self._decode(grouped, exact_k, exact_v, packed, self.pool.layout, self._scale)
         else:
             rows = grouped[None].to(self.shape.compute_dtype)
             exact = (x[None].to(rows.dtype) for x in (exact_k, exact_v))
             out, lse = self._attend(rows, *exact, scale=self._scale)
-            for keys, values in self.pool.read(slots, packed, TILE):
+            for keys, values in self.pool.read(slots, ids[:blocks], TILE):
                 out, lse = self._join(out, lse, *self._attend(rows, keys[None], values[None], scale=self._scale))
             out = out.float()
         if within == BLOCK - 1 and block:
             self.pool.write(slots, ids[block - 1 : block], self.keys[slots, BLOCK:], self.values[slots, BLOCK:])
         return out.reshape(1, -1, q.shape[-1])
+
+    def _listing(self, ids: Sequence[int], blocks: int) -> Tensor:
+        """The first `blocks` ids on the device; a sequence's ids only grow, so each is copied once."""
+        if blocks > self._listed:
+            new = torch.tensor(ids[self._listed : blocks], dtype=torch.int32)
+            self._table[self._listed : blocks] = new.to(self._table.device)
+            self._listed = blocks
+        return self._table[:blocks]
 
     @staticmethod
     def _join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

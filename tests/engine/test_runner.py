@@ -8,8 +8,10 @@ import torch
 
 from app.config import Settings
 from app.embedded import embedded_model_path
-from app.engine.runner import build_runner, fit, load_decoder, resolve_shape
+from app.engine.runner import build_runner
+from app.engine.sizing import fit, resolve_shape
 from app.errors import ContextTooLong
+from models.build import load_decoder
 from models.cache.plan import plan_memory
 from models.cache.shape import BLOCK, CacheShape
 from models.checkpoint import open_checkpoint
@@ -140,7 +142,7 @@ def _plan_8b(context, ratio=0.5, limit=None):
     mask = HeadPattern(scores, 128, 256, "test").retrieval_mask(ratio)
     shape = CacheShape.for_model(config, mask, "kv4", 128, 256, torch.device("cuda"))
     if limit:
-        return fit(config, shape, Settings(context=context), 8192, 2, limit)
+        return fit(config, shape, Settings(context=context), torch.device("cuda"), limit)[0]
     return plan_memory(config, shape, "w8a8", context, 8192, 2)
 
 
@@ -153,7 +155,7 @@ def test_plan_of_the_main_model_at_its_whole_window_fits_80_gb():
 
 
 def test_what_does_not_fit_is_refused_with_both_numbers_and_what_fits():
-    with pytest.raises(DoesNotFit, match=r"4,194,304 tokens.* 7\d\.\d\d GiB; 43\.20 GiB are free.*--context") as info:
+    with pytest.raises(DoesNotFit, match=r"4,194,304 tokens.* 7\d\.\d\d GiB; 47\.52 GiB are free.*--context") as info:
         _plan_8b(4_194_304, limit=48 << 30)
     assert _plan_8b(info.value.longest, limit=48 << 30).context == info.value.longest
     with pytest.raises(DoesNotFit, match="smaller model"):

@@ -8,8 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from app.embedded import embedded_model_path
-from app.engine.runner import load_decoder
-from models.build import Build, build_decoder
+from models.build import Build, build_decoder, load_decoder
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
 from models.cache.shape import BLOCK, CacheShape

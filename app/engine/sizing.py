@@ -1,0 +1,90 @@
+"""Whether a model and a context fit, and with which chunk, told before anything is loaded."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import numpy as np
+import psutil
+import torch
+
+from app.config import Settings
+from models.build import dense_dtype
+from models.cache.plan import MemoryPlan, plan_memory
+from models.cache.shape import BLOCK, CacheShape
+from models.config import ModelConfig
+from models.errors import DoesNotFit
+from models.heads import HeadPattern
+
+log = logging.getLogger(__name__)
+
+# Tokens a chunk, longest first; a shorter one is taken where the context would not fit otherwise. A CPU reads its chunk
+# in a second or two, between two looks at Stop.
+CHUNKS = {"cpu": (2048,), "cuda": (16384, 8192, 4096, 2048)}
+# Share of memory left alone: other programs live on a CPU's, only the driver on a GPU's.
+_RESERVE = {"cpu": 0.1, "cuda": 0.01}
+
+
+def resolve_shape(
+    config: ModelConfig, pattern: HeadPattern | None, settings: Settings, device: torch.device
+) -> tuple[np.ndarray, CacheShape]:
+    """The retrieval mask [layers, kv_heads] and the cache's shape; without a pattern every head keeps everything."""
+    if pattern is None:
+        pattern, ratio = HeadPattern.all_retrieval(config), 1.0
+    else:
+        ratio = settings.retrieval_ratio
+    pattern.check(config)
+    mask = pattern.retrieval_mask(ratio)
+    sink = pattern.sink if settings.sink is None else settings.sink
+    recent = pattern.recent if settings.recent is None else settings.recent
+    return mask, CacheShape.for_model(config, mask, settings.kv, sink, recent, device)
+
+
+def fit(
+    config: ModelConfig, shape: CacheShape, settings: Settings, device: torch.device, free: int
+) -> tuple[MemoryPlan, int]:
+    """The plan and chunk for the context asked for, or for the longest that `free` bytes and the model allow.
+
+    Raises DoesNotFit when the context was asked for, or when not even one block fits.
+    """
+    wanted = min(settings.context or config.max_positions, config.max_positions)
+    limit = usable(device, free)
+    for chunk in (settings.chunk,) if settings.chunk else CHUNKS[device.type]:
+        plan = plan_memory(config, shape, settings.weights, wanted, chunk, dense_dtype(device).itemsize)
+        if plan.total_bytes <= limit:
+            return plan, chunk
+    longest = plan.longest(limit)
+    if settings.context or longest < BLOCK:
+        advice = f"--context {longest} fits." if longest >= BLOCK else "Use a smaller model or more memory."
+        raise DoesNotFit(
+            f"A context of {wanted:,} tokens needs {plan.total_bytes / 2**30:.2f} GiB; {limit / 2**30:.2f} GiB are "
+            f"free. {advice}",
+            plan.total_bytes,
+            limit,
+            longest,
+        )
+    log.warning("context limited to %d of %d tokens by memory", longest, wanted)
+    return plan_memory(config, shape, settings.weights, longest, chunk, dense_dtype(device).itemsize), chunk
+
+
+def usable(device: torch.device, free: int) -> int:
+    """Of `free` bytes, those that the model and its cache may take."""
+    return int(free * (1 - _RESERVE[device.type]))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that nobody uses now."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory that this process has used."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource  # POSIX only
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
