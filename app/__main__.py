@@ -1,0 +1,178 @@
+"""The command line: `python -m app serve | ask | plan | doctor | bench`; without a command it serves.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. Errors are one line unless --debug is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn, get_args
+
+from app.config import Kv, Settings, Weights
+from app.errors import UsageError, describe
+
+INTERRUPTED = 128 + signal.SIGINT
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises UsageError where argparse would print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message[:1].upper()}{message[1:]}. See: {self.prog} --help")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands and flags. A flag that is not given is None, so that its default stays in `Settings`."""
+    parser = _Parser(prog="python -m app", description="Chat with documents of up to several million tokens.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    serve = commands.add_parser("serve", help="the page in the browser", description="Serve the page.")
+    _model_flags(serve)
+    _running_flags(serve)
+    serve.add_argument("--host", help=f"address to listen on (default {Settings.host}: this machine only)")
+    serve.add_argument("--port", type=int, help=f"port to listen on (default {Settings.port})")
+
+    ask = commands.add_parser("ask", help="one answer on the terminal", description="Answer one question.")
+    ask.add_argument("question", metavar="QUESTION")
+    ask.add_argument(
+        "--document",
+        action="append",
+        default=[],
+        metavar="FILE[:PAGES]",
+        help="a file to read ahead of the question, whole or some pages (book.pdf:10-25); may be repeated",
+    )
+    ask.add_argument("--system", metavar="TEXT", help="instructions to the model ahead of everything")
+    ask.add_argument("--json", action="store_true", help="print one JSON object on the last line")
+    _sampling_flags(ask)
+    _model_flags(ask)
+    _running_flags(ask)
+
+    plan = commands.add_parser(
+        "plan",
+        help="memory that a context needs",
+        description="Tell the GPU memory that a model and a context need. Needs no weights and no GPU.",
+    )
+    plan.add_argument("--config", type=Path, metavar="FILE", help="a Hugging Face config.json, instead of --model")
+    plan.add_argument(
+        "--gpu-memory", metavar="SIZE", help="memory to fit into, such as 80GiB (default: this GPU's, else 80GiB)"
+    )
+    plan.add_argument("--json", action="store_true", help="print one JSON object")
+    _model_flags(plan)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="versions, devices and kernels",
+        description="Tell versions and devices, and for each kernel the backend chosen and why the others declined.",
+    )
+    doctor.add_argument("--debug", action="store_true", default=None, help=argparse.SUPPRESS)
+
+    bench = commands.add_parser("bench", help="a benchmark of benchmarks/", description="Run a benchmark.")
+    bench.add_argument("name", metavar="NAME", help="such as cpu")
+    bench.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of that benchmark")
+    return parser
+
+
+def _model_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model",
+        help="a hub id, a directory of safetensors, a .gguf file, or 'embedded'"
+        " (default: Llama-3 8B with 4M tokens on an NVIDIA GPU, else the small embedded model)",
+    )
+    group.add_argument("--weights", choices=get_args(Weights), help=f"default {Settings.weights}")
+    group.add_argument("--kv", choices=get_args(Kv), help=f"cache of retrieval heads (default {Settings.kv})")
+    group.add_argument(
+        "--pattern", type=Path, metavar="DIR", help="head pattern: full_attention_heads.tsv, config.json"
+    )
+    group.add_argument(
+        "--retrieval-ratio",
+        type=float,
+        metavar="R",
+        help=f"share of the heads that keep everything, where there is a pattern (default {Settings.retrieval_ratio})",
+    )
+    group.add_argument("--sink", type=int, metavar="N", help="first tokens that streaming heads keep")
+    group.add_argument("--recent", type=int, metavar="N", help="last tokens that streaming heads keep")
+    group.add_argument("--chunk", type=int, metavar="N", help="tokens read at a time")
+    group.add_argument("--context", type=int, metavar="N", help="tokens of context (default: the model's)")
+    group.add_argument("--cache-dir", type=Path, metavar="DIR", help=argparse.SUPPRESS)
+    parser.add_argument("--debug", action="store_true", default=None, help="log more; show where an error came from")
+
+
+def _running_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads")
+    parser.add_argument("--data-dir", type=Path, metavar="DIR", help=argparse.SUPPRESS)
+
+
+def _sampling_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-new-tokens", type=int, metavar="N", help="longest answer (default: to the context's end)")
+    group.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token (default 0)")
+    group.add_argument("--top-k", type=int, metavar="K")
+    group.add_argument("--top-p", type=float, metavar="P")
+    group.add_argument("--min-p", type=float, metavar="P")
+    group.add_argument("--repetition-penalty", type=float, metavar="F", help="over the answer (default 1: none)")
+    group.add_argument("--seed", type=int, metavar="S", help="makes a sampled answer repeatable")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer at this text; may be repeated")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Parse and carry out; raises what goes wrong."""
+    if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
+        argv = ["serve", *argv]
+    args = build_parser().parse_args(argv)
+    if args.command == "bench":
+        from app.cli_bench import bench
+
+        return bench(args.name, args.args)
+    debug = bool(args.debug)
+    if not debug:  # read by the hub's library when it is imported: its retries are no news, its failure is told once
+        os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    logging.basicConfig(level=logging.INFO if debug else logging.WARNING, format="%(name)s: %(message)s")
+    if args.command == "doctor":
+        from app.cli_doctor import doctor
+
+        return doctor()
+    settings = Settings.from_flags(args)
+    if args.command == "plan":
+        from app.cli_plan import plan
+
+        return plan(settings, args.config, args.gpu_memory, args.json)
+    if args.command == "ask":
+        from app.cli_ask import ask, sampling_of
+
+        return ask(settings, args.question, args.document, sampling_of(args), args.system, args.json)
+    from app.ui import serve
+
+    serve(settings)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; gives the exit code and prints errors to stderr in one line."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        return run(argv)
+    except KeyboardInterrupt:
+        print("octavo: interrupted.", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of stdout is gone; what Python flushes at its end must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if "--debug" in argv:
+            traceback.print_exc()
+        message, _, exit_code = describe(error)
+        print("octavo:", " ".join(message.split()), file=sys.stderr)
+        return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

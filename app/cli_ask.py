@@ -1,0 +1,148 @@
+"""`python -m app ask`: one question, the answer streamed to stdout, all else to stderr."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+from app.config import Settings
+from app.documents import Document
+from app.engine.engine import Generation
+from app.engine.types import Done, Failed, Progress, Queued, SamplingParams, Token
+from app.errors import UsageError
+from app.service import ChatService, Selection
+
+_SETTINGS = ("weights", "kv", "retrieval_ratio", "sink", "recent", "chunk", "backends")
+_ENDS = {
+    "length": "The answer stopped at its limit of tokens.",
+    "loop": "The answer was stopped: it went in circles. --temperature 0.7 or --repetition-penalty 1.1 may help.",
+    "cancelled": "Interrupted.",
+}
+
+
+def sampling_of(args: argparse.Namespace) -> SamplingParams:
+    """Sampling parameters of the flags that were given."""
+    given = {f.name: getattr(args, f.name) for f in fields(SamplingParams) if getattr(args, f.name) is not None}
+    return SamplingParams(**given | ({"stop": tuple(given["stop"])} if "stop" in given else {}))
+
+
+def ask(
+    settings: Settings,
+    question: str,
+    documents: Sequence[str],
+    sampling: SamplingParams,
+    system: str | None = None,
+    as_json: bool = False,
+) -> int:
+    """Print an answer as it comes; gives the exit code. `documents` are FILE or FILE:FIRST-LAST."""
+    service = ChatService(settings)
+    if isinstance(sys.stdout, TextIO) and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of the answer
+    status = StatusLine(sys.stderr)
+    try:
+        sources = [open_source(service, name) for name in documents]
+        for source in sources:
+            for warning in source.document.warnings:
+                print(f"octavo: {source.document.name}: {warning}", file=sys.stderr)
+        service.load(lambda stage, fraction: status.show(f"{stage} {fraction:.0%}"))
+        status.clear()
+        chat = service.new_chat(system)
+        done = stream(service.ask(chat, question, sources, sampling), status)
+        if as_json:
+            settings_used = service.status(chat)["settings"]
+            result: dict[str, Any] = done.as_dict() | {"settings": {key: settings_used[key] for key in _SETTINGS}}
+            print(json.dumps(result), flush=True)
+        elif done.finish_reason in _ENDS:
+            print(f"octavo: {_ENDS[done.finish_reason]}", file=sys.stderr)
+        return 128 + signal.SIGINT if done.finish_reason == "cancelled" else 0
+    finally:
+        status.clear()
+        service.close()
+
+
+def open_source(service: ChatService, name: str) -> Selection:
+    """Read FILE, or FILE:PAGE or FILE:FIRST-LAST where no file has that whole name."""
+    pages = re.fullmatch(r"(.+):(\d+)(?:-(\d+))?", name)
+    if pages is None or Path(name).exists():
+        return Selection.whole(service.add_document(Path(name).expanduser()))
+    document: Document = service.add_document(Path(pages[1]).expanduser())
+    first, last = int(pages[2]), int(pages[3] or pages[2])
+    document.slice(first, last)  # refuses pages that are not there before the model is loaded
+    return Selection(document, first, last)
+
+
+def stream(generation: Generation, status: StatusLine) -> Done:
+    """Print the answer's text as it comes; raises what it failed with. Ctrl-C ends it after its last token."""
+    last = ""
+    with _cancelled_by_interrupt(generation):
+        while (event := generation.next_event()) is not None:
+            match event:
+                case Queued(place):
+                    status.show(f"Waiting, place {place}")
+                case Progress():
+                    status.show(_reading(event))
+                case Token(text) if text:
+                    status.clear()
+                    last = text
+                    sys.stdout.write(text)
+                    sys.stdout.flush()
+                case Failed(error):
+                    raise error
+                case Done():
+                    status.clear()
+                    if not last.endswith("\n"):
+                        print(flush=True)
+                    return event
+    raise UsageError("The answer was read already.")
+
+
+def _reading(event: Progress) -> str:
+    rate = f", {event.tokens_per_s:,.0f}/s" if event.tokens_per_s else ""
+    left = f", {event.seconds_left:,.0f} s left" if event.done < event.total and event.seconds_left else ""
+    return f"Reading {event.done:,} of {event.total:,} tokens{rate}{left}"
+
+
+@contextmanager
+def _cancelled_by_interrupt(generation: Generation) -> Iterator[None]:
+    """The first Ctrl-C cancels the answer, a second one ends the program."""
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        generation.cancel()
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class StatusLine:
+    """One line on a terminal that is written over; nothing where there is no terminal."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._shown = False
+
+    def show(self, text: str) -> None:
+        """Replace the line."""
+        if self._out.isatty():
+            self._out.write(f"\r\x1b[K{text}")
+            self._out.flush()
+            self._shown = True
+
+    def clear(self) -> None:
+        """Take the line away."""
+        if self._shown:
+            self._out.write("\r\x1b[K")
+            self._out.flush()
+            self._shown = False

@@ -1,0 +1,74 @@
+"""`python -m app plan`: what a model and a context need, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from app.config import Settings
+from app.errors import UsageError
+from app.model import plan_context
+
+_DEFAULT_MEMORY = "80GiB"
+_UNITS = {unit: 1000**power for power, unit in enumerate(("", "k", "m", "g", "t"))}
+_UNITS |= {unit + "i": 1024**power for power, unit in enumerate(("", "k", "m", "g", "t")) if unit}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", re.IGNORECASE)
+
+
+def plan(settings: Settings, config: Path | None, gpu_memory: str | None, as_json: bool) -> int:
+    """Print the plan; 0 whether or not it fits."""
+    if config is not None and settings.model is not None:
+        raise UsageError("Give --model or --config, not both.")
+    if settings.context is None:
+        raise UsageError("--context is missing: how many tokens to plan for.")
+    limit = parse_size(gpu_memory) if gpu_memory is not None else _this_gpu() or parse_size(_DEFAULT_MEMORY)
+    plan, window = plan_context(settings, settings.context, config)
+    longest = min(plan.longest(limit), window)
+    result = asdict(plan) | {
+        "total_bytes": plan.total_bytes,
+        "memory_bytes": limit,
+        "model_window": window,
+        "fits": plan.total_bytes <= limit and plan.context <= window,
+        "longest_context": longest,
+    }
+    if as_json:
+        print(json.dumps(result))
+        return 0
+    verdict = "fits" if plan.total_bytes <= limit else "does not fit"
+    rows = [
+        ("context", f"{plan.context:,} tokens; the model's window is {window:,}"),
+        ("a token", f"{plan.bytes_per_token:,} bytes"),
+        ("weights", gib(plan.weights_bytes)),
+        ("retrieval heads", gib(plan.retrieval_bytes)),
+        ("streaming windows", gib(plan.streaming_bytes)),
+        ("workspace", gib(plan.workspace_bytes)),
+        ("total", f"{gib(plan.total_bytes)} of {gib(limit)}: {verdict}"),
+        ("longest context", f"{longest:,} tokens"),
+    ]
+    if plan.context > window:
+        rows.append(("note", "The context is longer than the model's window: the model cannot use it."))
+    for name, value in rows:
+        print(f"{name:<18} {value}")
+    return 0
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "80GiB", "80 GB", "512MiB" or a bare number; UsageError for anything else or for nothing."""
+    match = _SIZE.fullmatch(text.strip())
+    size = int(float(match[1]) * _UNITS[match[2].lower()]) if match and match[2].lower() in _UNITS else 0
+    if size <= 0:
+        raise UsageError(f"--gpu-memory is {text!r}; give a size such as 80GiB.")
+    return size
+
+
+def gib(size: int) -> str:
+    """Bytes in GiB, or in MiB below a quarter of one."""
+    return f"{size / (1 << 30):,.2f} GiB" if size >= 1 << 28 else f"{size / (1 << 20):,.1f} MiB"
+
+
+def _this_gpu() -> int | None:
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None

@@ -1,0 +1,147 @@
+"""One door for every file: find out what it is by its content, read it, refuse what is no document."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import zipfile
+from pathlib import Path, PurePath
+
+from app.documents import docx, html, pdf, text
+from app.documents.document import Document, Extract, Limits, clean, count, lay_out
+from app.errors import BadDocument, DocumentTooLarge
+
+_TRY = "Save it as PDF, DOCX or plain text and upload that."
+_ARCHIVE = "Unpack it and upload the files inside."
+
+# Openings of common files that hold no text of their own: (offset, magic, what it is, what to do).
+_MAGIC: tuple[tuple[int, bytes, str, str], ...] = (
+    (0, b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an old or password-protected Office file", _TRY),
+    (0, b"{\\rtf", "an RTF document", _TRY),
+    (0, b"%!PS", "a PostScript file", _TRY),
+    (0, b"\x89PNG\r\n\x1a\n", "a PNG picture", "Pictures are not read; run text recognition on it first."),
+    (0, b"\xff\xd8\xff", "a JPEG picture", "Pictures are not read; run text recognition on it first."),
+    (0, b"GIF8", "a GIF picture", "Pictures are not read; run text recognition on it first."),
+    (0, b"II*\x00", "a TIFF picture", "Pictures are not read; run text recognition on it first."),
+    (0, b"MM\x00*", "a TIFF picture", "Pictures are not read; run text recognition on it first."),
+    (8, b"WEBP", "a WebP picture", "Pictures are not read; run text recognition on it first."),
+    (0, b"\x1f\x8b", "a gzip archive", _ARCHIVE),
+    (0, b"BZh", "a bzip2 archive", _ARCHIVE),
+    (0, b"\xfd7zXZ\x00", "an xz archive", _ARCHIVE),
+    (0, b"\x28\xb5\x2f\xfd", "a Zstandard archive", _ARCHIVE),
+    (0, b"7z\xbc\xaf\x27\x1c", "a 7-Zip archive", _ARCHIVE),
+    (0, b"Rar!\x1a\x07", "a RAR archive", _ARCHIVE),
+    (257, b"ustar", "a tar archive", _ARCHIVE),
+    (0, b"\x7fELF", "a program", "Upload a text."),
+    (0, b"MZ", "a Windows program", "Upload a text."),
+    (0, b"SQLite format 3\x00", "an SQLite database", "Export what you need as CSV."),
+    (0, b"GGUF", "a GGUF model", "Give it to --model instead."),
+    (0, b"OggS", "an audio file", "Upload a transcript."),
+    (0, b"ID3", "an audio file", "Upload a transcript."),
+    (4, b"ftyp", "a video or audio file", "Upload a transcript."),
+)
+
+
+def read_document(path: Path, name: str = "", limits: Limits | None = None) -> Document:
+    """Read the file at `path`, shown to people as `name` (default: the file's own).
+
+    Raises DocumentTooLarge for a file over the limits, BadDocument for one that is no readable document.
+    """
+    limits = limits or Limits()
+    name = _display_name(name or path.name)
+    data = _load(path, name, limits)
+    extract = _extract(data, name, limits)
+    return _document(extract, name, data, limits)
+
+
+def _display_name(name: str) -> str:
+    """The last part of a path, on one line: the name goes into the prompt and onto the page."""
+    base = re.split(r"[/\\]", name.rstrip("/\\"))[-1]
+    return " ".join(clean(base)[0].split())[:120] or "document"
+
+
+def _load(path: Path, name: str, limits: Limits) -> bytes:
+    if not path.exists():
+        raise BadDocument(f"{path}: there is no such file.")
+    if not path.is_file():
+        raise BadDocument(f"{path} is {'a folder' if path.is_dir() else 'no regular file'}. Name a file.")
+    try:
+        with path.open("rb") as file:
+            data = file.read(limits.max_bytes + 1)
+    except OSError as error:
+        raise BadDocument(f"{path} cannot be opened: {error.strerror or error}.") from error
+    if len(data) > limits.max_bytes:
+        size = path.stat().st_size / (1 << 20)
+        raise DocumentTooLarge(
+            f"{name} has {size:,.1f} MiB; the limit is {limits.max_bytes / (1 << 20):,.1f} MiB. Split the file."
+        )
+    if not data.strip(b"\x00 \t\r\n\f"):
+        raise BadDocument(f"{name} is empty.")
+    return data
+
+
+def _extract(data: bytes, name: str, limits: Limits) -> Extract:
+    suffix = PurePath(name).suffix.lower()
+    # PDF readers accept up to 1,024 bytes before the header.
+    if b"%PDF-" in data[:1024] and (suffix == ".pdf" or data[:1024].lstrip().startswith(b"%PDF-")):
+        return pdf.read(data, name, limits)
+    if data.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+        return _read_zip(data, name, limits)
+    for offset, magic, what, advice in _MAGIC:
+        if data.startswith(magic, offset):
+            raise BadDocument(f"{name} is {what}, which is not read. {advice}")
+    if suffix in (".pdf", ".docx"):
+        what = "an HTML page" if html.looks_like_html(data) else "no " + suffix[1:].upper() + " file"
+        raise BadDocument(
+            f"{name} is {what}, although its name ends in {suffix}."
+            " The download may have saved a login or error page instead: open it and save the real file."
+        )
+    if suffix in (".html", ".htm", ".xhtml"):
+        return html.read(data, name, limits)
+    return text.read(data, name, limits)
+
+
+def _read_zip(data: bytes, name: str, limits: Limits) -> Extract:
+    try:
+        archive = zipfile.ZipFile(io.BytesIO(data))
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        raise BadDocument(f"{name} is a damaged ZIP or Office file: {error}. Save it again.") from error
+    with archive:
+        members = archive.infolist()
+        unpacked = sum(member.file_size for member in members)
+        if unpacked > limits.max_unpacked_bytes:
+            raise DocumentTooLarge(
+                f"{name} unpacks to {unpacked / (1 << 20):,.1f} MiB;"
+                f" the limit is {limits.max_unpacked_bytes / (1 << 20):,.1f} MiB. Split the file."
+            )
+        for member in members:
+            parts = PurePath(member.filename.replace("\\", "/")).parts
+            if ".." in parts or member.filename.startswith(("/", "\\")):
+                raise BadDocument(f"{name} holds the path {member.filename!r}, which leads outside it; it is refused.")
+        names = {member.filename for member in members}
+        if "word/document.xml" in names:
+            return docx.read(archive, name, limits)
+    if "xl/workbook.xml" in names:
+        raise BadDocument(f"{name} is an Excel workbook, which is not read. Export its sheets as CSV.")
+    if "ppt/presentation.xml" in names:
+        raise BadDocument(f"{name} is a PowerPoint file, which is not read. Export it as PDF.")
+    if "mimetype" in names:
+        raise BadDocument(f"{name} is an OpenDocument or EPUB file, which is not read. {_TRY}")
+    raise BadDocument(f"{name} is a ZIP archive, which is not read. {_ARCHIVE}")
+
+
+def _document(extract: Extract, name: str, data: bytes, limits: Limits) -> Document:
+    warnings = list(extract.warnings)
+    pages, removed = [], 0
+    for page in extract.pages:
+        cleaned, found = clean(page)
+        pages.append(cleaned)
+        removed += found
+    if removed:
+        warnings.append(f"{count(removed, 'control character')} removed.")
+    content, spans = lay_out(pages)
+    limits.check_chars(name, len(content))
+    if not content.strip():
+        raise BadDocument(f"{name} holds no text.")
+    return Document(name, extract.kind, content, spans, tuple(warnings), len(data), hashlib.sha256(data).hexdigest())

@@ -1,0 +1,81 @@
+"""What benchmarks share: the device's name, the commit, a table, and one JSON file each."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A figure with the bar it is held to; `bar` is text such as ">= 1.2"."""
+
+    name: str
+    value: float
+    unit: str
+    bar: str
+    holds: bool
+
+
+def at_least(name: str, value: float, unit: str, bar: float) -> Bar:
+    """A bar that holds from `bar` up."""
+    return Bar(name, round(value, 4), unit, f">= {bar:g}", value >= bar)
+
+
+def at_most(name: str, value: float, unit: str, bar: float) -> Bar:
+    """A bar that holds up to `bar`."""
+    return Bar(name, round(value, 4), unit, f"<= {bar:g}", value <= bar)
+
+
+def device_name(threads: int) -> str:
+    """The GPU's name, or the processor's with the threads used."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        model = next(
+            (line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line), model
+        )
+    units = ", AMX" if torch.cpu._is_amx_tile_supported() else ""
+    return f"{model} ({threads} threads, {torch.backends.cpu.get_cpu_capability()}{units})"
+
+
+def _commit() -> str:
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ("git", *words), capture_output=True, text=True, cwd=RESULTS.parent, check=False
+        ).stdout.strip()
+
+    return git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "--", "*.py") else "")
+
+
+def finish(benchmark: str, argv: list[str], bars: list[Bar], details: Any, as_json: bool, threads: int) -> None:
+    """Prints the bars and writes benchmarks/results/<benchmark>.json; with `as_json` the last line is the JSON."""
+    result = {
+        "benchmark": benchmark,
+        "device": device_name(threads),
+        "commit": _commit(),
+        "command": " ".join(["python -m app bench", benchmark, *argv]),
+        "bars": [asdict(bar) for bar in bars],
+        "details": details,
+    }
+    width = max(len(bar.name) for bar in bars)
+    for bar in bars:
+        print(
+            f"{bar.name:{width}}  {bar.value:>10.3f} {bar.unit:<12} {bar.bar:<10} {'holds' if bar.holds else 'MISSED'}"
+        )
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{benchmark}.json").write_text(json.dumps(result, indent=1) + "\n")
+    if as_json:
+        print(json.dumps(result))
+    sys.stdout.flush()

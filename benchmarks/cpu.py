@@ -1,0 +1,244 @@
+"""The embedded model on the CPU beside transformers and llama.cpp: prefill, decode, KV memory, start.
+
+Everything runs in one process with the same threads and the same weights, one after the other at each length, and
+nothing is timed before the answers are checked against transformers in fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import pydoc_data.topics
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from app.config import Settings
+from app.embedded import embedded_model_path
+from app.engine.runner import Runner, build_runner
+from app.tokenizer import Tokenizer
+from benchmarks._report import Bar, at_least, at_most, finish
+from models.cache.duo import DuoCache
+from models.checkpoint import Checkpoint, open_checkpoint
+
+LENGTHS = (1024, 4096, 7500)
+DECODED = 24  # tokens a run, after the prompt
+REPEATS = 3
+
+
+class Wrong(Exception):
+    """The result of a side is not what it should be, so its speed means nothing."""
+
+
+def main(argv: list[str]) -> int:
+    """Runs the benchmark; exit code 1 when a bar is missed."""
+    parser = argparse.ArgumentParser(prog="python -m app bench cpu", description=__doc__)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--pattern", type=Path, help="head pattern; without one every head keeps everything")
+    parser.add_argument("--retrieval-ratio", type=float, default=Settings.retrieval_ratio)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    start = _seconds_to_first_page()
+
+    path = embedded_model_path()
+    ids = Tokenizer(path).encode_text(
+        "\n\n".join(pydoc_data.topics.topics[k] for k in sorted(pydoc_data.topics.topics))
+    )
+    checkpoint = open_checkpoint(path)
+    ours = _Ours(checkpoint, args)
+    theirs = {
+        name: _Transformers(checkpoint, dtype) for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+    }
+    _check(ours, theirs["fp32"], ids)
+    llama_cpp = _llama_cpp(path, args.threads)
+
+    rows = []
+    for length in LENGTHS:
+        prompt = ids[:length]
+        sides: dict[str, Any] = {"octavo": ours, **{f"transformers {k}": v for k, v in theirs.items()}}
+        if llama_cpp is not None:
+            sides["llama.cpp"] = llama_cpp
+        for name, side in sides.items():
+            runs = [side.run(prompt) for _ in range(REPEATS)]
+            prefill, decode = (median(values) for values in zip(*(run[:2] for run in runs), strict=True))
+            rows.append((length, name, prefill, decode, runs[0][2]))
+            speeds = f"prefill {prefill:8.0f} tok/s  decode {1e3 / decode:7.2f} ms/token"
+            print(f"{length:>6} {name:<18} {speeds}  KV {_mb(runs[0][2])}")
+    bars = [*_bars(rows), at_most("first page after start", start, "s", 8)]
+    keys = ("tokens", "side", "prefill_tokens_per_s", "decode_tokens_per_s", "kv_bytes")
+    details = {"runs": [dict(zip(keys, row, strict=True)) for row in rows], "settings": ours.runner.describe()}
+    finish("cpu", argv, bars, details, args.json, args.threads)
+    return 0 if all(bar.holds for bar in bars) else 1
+
+
+def _mb(size: int | None) -> str:
+    return "unknown" if size is None else f"{size / 1e6:.1f} MB"
+
+
+def _bars(rows: list[tuple[int, str, float, float, int]]) -> Iterator[Bar]:
+    needed = {1024: 1.5, 4096: 1.5, 7500: 2.0}
+    for length in LENGTHS:
+        at = {name: rest for n, name, *rest in rows if n == length}
+        peers = [at["transformers fp32"], at["transformers bf16"]]
+        prefill, decode, kv = at["octavo"]
+        yield at_least(f"prefill at {length}, x transformers", prefill / max(p[0] for p in peers), "x", 1.2)
+        yield at_least(f"decode at {length}, x transformers", decode / max(p[1] for p in peers), "x", needed[length])
+        fastest = max(peers, key=lambda peer: peer[1])
+        yield at_most(f"KV memory at {length}, of transformers", kv / fastest[2], "of it", 0.25)
+
+
+class _Ours:
+    def __init__(self, checkpoint: Checkpoint, args: argparse.Namespace) -> None:
+        from models.heads import HeadPattern
+
+        pattern = HeadPattern.load(args.pattern) if args.pattern else None
+        settings = Settings(threads=args.threads, retrieval_ratio=args.retrieval_ratio)
+        self.runner: Runner = build_runner(checkpoint, pattern, settings)
+
+    def read(self, ids: list[int], cache: DuoCache) -> Tensor:
+        tokens, chunk = torch.tensor(ids), self.runner.chunk
+        for start in range(0, len(ids), chunk):
+            hidden = self.runner.decoder.forward(tokens[start : start + chunk], cache)
+        return hidden
+
+    def run(self, prompt: list[int]) -> tuple[float, float, int]:
+        """Prefill and decode tokens per second, KV bytes."""
+        decoder, cache = self.runner.decoder, DuoCache(self.runner.pool)
+        begin = time.perf_counter()
+        logits = decoder.logits(self.read(prompt, cache)[-1:])
+        prefill = len(prompt) / (time.perf_counter() - begin)
+        kv = cache.retrieval_bytes + cache.streaming_bytes
+        begin = time.perf_counter()
+        for _ in range(DECODED):
+            logits = decoder.logits(decoder.forward(logits.argmax(-1), cache))
+        decode = DECODED / (time.perf_counter() - begin)
+        cache.release()
+        return prefill, decode, kv
+
+
+class _Transformers:
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        c = checkpoint.config
+        config = LlamaConfig(
+            vocab_size=c.vocab_size,
+            hidden_size=c.hidden_size,
+            intermediate_size=c.intermediate_size,
+            num_hidden_layers=c.num_layers,
+            num_attention_heads=c.num_heads,
+            num_key_value_heads=c.num_kv_heads,
+            max_position_embeddings=c.max_positions,
+            rms_norm_eps=c.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": c.rope.theta},
+            tie_word_embeddings=True,
+        )
+        self.model = LlamaForCausalLM(config).eval()
+        self.model.load_state_dict({name: tensor.float() for name, tensor in checkpoint.tensors()}, strict=False)
+        self.model.tie_weights()
+        self.model.to(dtype)
+
+    @torch.inference_mode()
+    def run(self, prompt: list[int]) -> tuple[float, float, int]:
+        """Prefill and decode tokens per second, KV bytes."""
+        begin = time.perf_counter()
+        out = self.model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
+        prefill = len(prompt) / (time.perf_counter() - begin)
+        past = out.past_key_values
+        kv = sum(layer.keys.nbytes + layer.values.nbytes for layer in past.layers)
+        begin = time.perf_counter()
+        for _ in range(DECODED):
+            out = self.model(out.logits[:, -1:].argmax(-1), past_key_values=past, use_cache=True, logits_to_keep=1)
+        return prefill, DECODED / (time.perf_counter() - begin), kv
+
+
+@torch.inference_mode()
+def _check(ours: _Ours, theirs: _Transformers, ids: list[int]) -> None:
+    """Next-token loss over the last 1,000 of 2,048 tokens must be within 3 % of transformers', and no answer NaN."""
+    tokens = torch.tensor(ids[:2048])
+    cache = DuoCache(ours.runner.pool)
+    logits = ours.runner.decoder.logits(ours.read(ids[:2048], cache)[-1001:-1])
+    cache.release()
+    want = theirs.model(tokens[None], logits_to_keep=1001).logits[0, :-1]
+    loss, reference = F.cross_entropy(logits, tokens[-1000:]).item(), F.cross_entropy(want, tokens[-1000:]).item()
+    agreement = (logits.argmax(-1) == want.argmax(-1)).float().mean().item()
+    print(f"checked: loss {loss:.4f}, transformers fp32 {reference:.4f}; same top token {agreement:.1%}")
+    if not loss < reference * 1.03 or not agreement > 0.85:
+        raise Wrong(f"loss {loss:.4f} against {reference:.4f}, same top token {agreement:.1%}: no speed is reported")
+
+
+def _llama_cpp(path: Path, threads: int) -> Any:
+    """llama.cpp on the same file where llama-cpp-python is installed; its KV cache is fp16."""
+    if importlib.util.find_spec("llama_cpp") is None:
+        print("llama-cpp-python is not installed: no comparison with llama.cpp")
+        return None
+    from llama_cpp import Llama
+
+    class LlamaCpp:
+        def __init__(self) -> None:
+            options = {
+                "n_threads": threads,
+                "n_threads_batch": threads,
+                "n_ctx": 8192,
+                "n_batch": 2048,
+                "verbose": False,
+            }
+            self.model = Llama(str(path), **options)
+
+        def run(self, prompt: list[int]) -> tuple[float, float, int | None]:
+            self.model.reset()
+            begin = time.perf_counter()
+            self.model.eval(prompt)
+            prefill = len(prompt) / (time.perf_counter() - begin)
+            begin = time.perf_counter()
+            for _ in range(DECODED):
+                self.model.eval([self.model.sample(temp=0.0)])
+            return prefill, DECODED / (time.perf_counter() - begin), None
+
+    return LlamaCpp()
+
+
+def _seconds_to_first_page() -> float:
+    """From the start of the process to the first whole answer over HTTP, the middle of three."""
+    return median(_one_start() for _ in range(REPEATS))
+
+
+def _one_start() -> float:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "app", "serve", "--model", "embedded", "--port", str(port)]
+    begin = time.perf_counter()
+    with _stopped(
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
+    ) as alive:
+        while time.perf_counter() - begin < 60:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5) as page:
+                if page.status == 200 and page.read():
+                    return time.perf_counter() - begin
+            if not alive():
+                raise Wrong("the server ended before it gave a page")
+            time.sleep(0.02)
+    raise Wrong("no page within 60 s")
+
+
+@contextlib.contextmanager
+def _stopped(process: subprocess.Popen[bytes]) -> Iterator[Callable[[], bool]]:
+    try:
+        yield lambda: process.poll() is None
+    finally:
+        process.terminate()
+        process.wait(20)

@@ -1,0 +1,207 @@
+"""The decode attention kernel on packed history beside FlashInfer's bf16 decode and a device copy, on one GPU.
+
+Bandwidth is bytes of codes and scales over time, for graph replays that rotate through more history than the L2 holds.
+Every shape is compared with float64 on the same codes before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks._report import Bar, at_least, at_most, finish
+from kernels.attention_decode import KV4_DECODE, Packed
+from kernels.kv4_pack import KV4_LAYOUT
+
+BLOCK, HEADS, GROUP, HEAD_DIM, EXACT = 128, 4, 4, 128, 256
+LONGEST = 4 << 20
+# (KV heads, tokens): least part of FlashInfer's bandwidth
+BARS = {
+    (4, LONGEST): 0.9,
+    (4, 1 << 20): 0.85,
+    (4, 1 << 18): 0.75,
+    (1, LONGEST): 0.8,
+    (1, 1 << 20): 0.7,
+}
+REPLAYS = 20
+
+
+class Wrong(Exception):
+    """A result is not what it should be, so its speed means nothing."""
+
+
+def main(argv: list[str]) -> int:
+    """Runs the benchmark; exit code 1 when a bar is missed."""
+    parser = argparse.ArgumentParser(prog="python -m app bench decode", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("This benchmark needs a CUDA GPU.", file=sys.stderr)
+        return 1
+    copy = copy_rate()
+    history = random_history(HEADS, LONGEST // BLOCK, HEAD_DIM)
+    rates, worst = {}, 0.0
+    for heads, tokens in BARS:
+        rate, error = kernel_rate(history, heads, tokens)
+        rates[heads, tokens] = rate
+        worst = max(worst, error)
+    del history
+    torch.cuda.empty_cache()
+    dense, why = flashinfer_rates()
+    limit = max(dense.values()) if dense else copy
+    bars = _bars(rates, worst, limit)
+    details = {
+        "copy_tb_s": copy,
+        "limit": "FlashInfer bf16 decode" if dense else f"device copy ({why})",
+        "flashinfer_tb_s": {str(tokens): rate for tokens, rate in dense.items()},
+        "kernel_tb_s": {f"{heads} heads, {tokens} tokens": rate for (heads, tokens), rate in rates.items()},
+    }
+    for name, figure in details.items():
+        print(f"{name}: {figure}")
+    finish("decode", argv, bars, details, args.json, torch.get_num_threads())
+    return 0 if all(bar.holds for bar in bars) else 1
+
+
+def _bars(rates: dict[tuple[int, int], float], worst: float, limit: float) -> list[Bar]:
+    bars = [
+        at_least(
+            f"attention kernel, {heads} KV heads, {tokens} tokens", rates[heads, tokens] / limit, "of limit", least
+        )
+        for (heads, tokens), least in BARS.items()
+    ]
+    return [*bars, at_most("error against float64", worst * 1e3, "per mille", 1.0)]
+
+
+def seconds(run: Callable[[int], Any], variants: int) -> float:
+    """Median seconds of `run(i)`, i = 0 .. variants - 1, over replays of a graph that holds all of them."""
+    for i in range(variants):
+        run(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(variants):
+            run(i)
+    times = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / variants)
+    return median(times[REPLAYS // 4 :])
+
+
+def copy_rate() -> float:
+    """TB/s of a device copy, read and written."""
+    source = torch.randint(256, (1 << 32,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / seconds(lambda _: target.copy_(source), 1) / 1e12
+
+
+def random_history(heads: int, blocks: int, d: int, layout: Any = None) -> Packed:
+    """Random codes with scales as of unit-variance keys and values, in all blocks of a pool."""
+    layout = layout or KV4_LAYOUT.choose(torch.device("cuda"), head_dim=d, group=GROUP).backend.run
+    panels = layout.value_panels(d)
+    width = BLOCK * d // 2
+    keys = torch.randint(256, (heads, blocks, width), dtype=torch.uint8, device="cuda")
+    values = torch.randint(256, (heads, panels, blocks, width // panels), dtype=torch.uint8, device="cuda")
+    scales = torch.rand(heads, blocks, BLOCK, 4, device="cuda") * 0.1
+    scales[..., 0::2] += 0.3
+    return Packed(keys, values, scales.half(), torch.arange(blocks, dtype=torch.int32, device="cuda"))
+
+
+def part_of(history: Packed, heads: int, table: Tensor) -> Packed:
+    """The first heads, over the blocks in `table`."""
+    return Packed(history.keys[:heads], history.values[:heads], history.scales[:heads], table)
+
+
+def float64_attention(q: Tensor, exact_k: Tensor, exact_v: Tensor, packed: Packed, layout: Any, scale: float) -> Tensor:
+    """The truth, 512 blocks at a time: [heads, group, d] in float64."""
+    d = q.shape[-1]
+    q = q.double() * scale
+
+    def restore(codes: Tensor, scales: Tensor) -> Tensor:
+        return (codes.double() - 8) * scales[..., :1].double() + scales[..., 1:].double()
+
+    tops, masses, sums = [], [], []
+
+    def add(keys: Tensor, values: Tensor) -> None:
+        scores = q @ keys.transpose(1, 2)
+        tops.append(scores.amax(-1, keepdim=True))
+        weights = (scores - tops[-1]).exp()
+        masses.append(weights.sum(-1, keepdim=True))
+        sums.append(weights @ values)
+
+    if exact_k.shape[1]:
+        add(exact_k.double(), exact_v.double())
+    for table in packed.table.long().split(512):
+        scales = packed.scales[:, table].flatten(1, 2)
+        keys = layout.unpack_keys(packed.keys[:, table].flatten(1), d)
+        values = layout.unpack_values(packed.values[:, :, table].flatten(2), d)
+        add(restore(keys, scales[..., :2]), restore(values, scales[..., 2:]))
+    weights = (torch.stack(tops) - torch.stack(tops).amax(0)).exp()
+    return (torch.stack(sums) * weights).sum(0) / (torch.stack(masses) * weights).sum(0)
+
+
+def relative_error(out: Tensor, want: Tensor) -> float:
+    """|out - want| / |want| over everything; NaN stays NaN."""
+    return float((out.double() - want).norm() / want.norm())
+
+
+def kernel_rate(history: Packed, heads: int, tokens: int) -> tuple[float, float]:
+    """TB/s over codes and scales, and the error against float64."""
+    device = history.keys.device
+    layout = KV4_LAYOUT.choose(device, head_dim=HEAD_DIM, group=GROUP).backend.run
+    decode = KV4_DECODE.choose(device, head_dim=HEAD_DIM, group=GROUP).backend.run.decode
+    q = torch.randn(heads, GROUP, HEAD_DIM, device=device)
+    exact_k, exact_v = torch.randn(2, heads, EXACT, HEAD_DIM, device=device).half()
+    blocks = tokens // BLOCK
+    parts = [part_of(history, heads, table) for table in history.table.split(blocks)]
+    scale = HEAD_DIM**-0.5
+    out = decode(q, exact_k, exact_v, parts[-1], layout, scale)
+    error = relative_error(out, float64_attention(q, exact_k, exact_v, parts[-1], layout, scale))
+    if not error <= 1e-3:
+        raise Wrong(f"{heads} heads, {tokens} tokens: error {error:.2e} against float64")
+    time = seconds(lambda i: decode(q, exact_k, exact_v, parts[i], layout, scale), len(parts))
+    return heads * tokens * (HEAD_DIM + 8) / time / 1e12, error
+
+
+def flashinfer_rates() -> tuple[dict[int, float], str]:
+    """TB/s of FlashInfer's bf16 decode with 4 KV heads for each length, or none and the reason."""
+    try:
+        from flashinfer import single_decode_with_kv_cache
+    except ImportError as missing:
+        return {}, str(missing)
+    rates: dict[int, float] = {}
+    why = ""
+    q = torch.randn(HEADS * GROUP, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    for tokens in sorted({tokens for _, tokens in BARS}):
+        k, v = torch.randn(2, tokens, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        for tensor_cores in (True, False):
+
+            def run(_: int, k: Tensor = k, v: Tensor = v, tensor_cores: bool = tensor_cores) -> Tensor:
+                return single_decode_with_kv_cache(q, k, v, use_tensor_cores=tensor_cores)
+
+            try:
+                grouped = q.double().view(HEADS, GROUP, -1)
+                scores = grouped @ k.double().permute(1, 2, 0) * HEAD_DIM**-0.5
+                want = scores.softmax(-1) @ v.double().transpose(0, 1)
+                error = relative_error(run(0).view(HEADS, GROUP, -1), want)
+                del scores, want
+                if not error <= 2e-2:
+                    raise Wrong(f"FlashInfer, {tokens} tokens: error {error:.2e} against float64")
+                rate = (k.nbytes + v.nbytes) / seconds(run, 1) / 1e12
+                rates[tokens] = max(rate, rates.get(tokens, 0.0))
+            except (RuntimeError, Wrong) as failure:
+                why = str(failure).splitlines()[0]
+                print(f"FlashInfer, {tokens} tokens, tensor cores {tensor_cores}: {why}", file=sys.stderr)
+        del k, v
+        torch.cuda.empty_cache()
+    return rates, why
