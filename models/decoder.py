@@ -89,7 +89,8 @@ class Decoder:
             x = x @ self.turn
         spans = [slice(i, min(i + self._rows, n)) for i in range(0, n, self._rows)]
         for index, layer in enumerate(self.layers):
-            heads = torch.cat([self._project(layer, x[rows], table[rows], cache.shape.rotated) for rows in spans])
+            parts = [self._project(layer, x[rows], table[rows], cache.shape.rotated) for rows in spans]
+            heads = parts[0] if len(parts) == 1 else torch.cat(parts)
             q, k, v = heads.split((self.config.num_heads, self.config.num_kv_heads, self.config.num_kv_heads), 1)
             attended = cache.attend(index, q, k, v)
             for rows in spans:
@@ -116,9 +117,12 @@ class Decoder:
             q.copy_(rms_norm(q, layer.q_norm, config.norm_eps))
             k.copy_(rms_norm(k, layer.k_norm, config.norm_eps))
         apply_rope(heads[:, :with_positions], table)
-        if rotated and layer.retrieval:
-            group = config.num_heads // config.num_kv_heads
-            for start, count in ((0, layer.retrieval * group), (config.num_heads, layer.retrieval)):
+        if rotated:
+            kept = layer.retrieval * (config.num_heads // config.num_kv_heads)
+            # q and k lie next to each other: where every head is rotated they are one stretch
+            whole = kept == config.num_heads
+            stretches = ((0, with_positions),) if whole else ((0, kept), (config.num_heads, layer.retrieval))
+            for start, count in stretches:
                 part = heads[:, start : start + count]
                 part.copy_(part @ self._rotation)
         return heads

@@ -1,0 +1,148 @@
+"""A question and its answer as it comes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from app.chat import Chat
+from app.engine.engine import Generation
+from app.engine.types import Done, Event, Failed, Progress, Queued, Token
+from app.errors import describe
+from app.service import ChatService
+from app.ui.attachment import Attachment
+
+log = logging.getLogger("octavo.ui")
+
+Phase = Literal["starting", "loading", "queued", "reading", "answering", "done"]
+
+
+class Answer:
+    """One turn, and where it stands.
+
+    A thread of its own takes the engine's events, so that a page that is slow or gone never holds the engine. The page
+    looks at `version` as often as it likes and shows the newest state. `carried` are documents of an answer before that
+    was stopped and may not have been read to the end.
+    """
+
+    def __init__(self, question: str, attachments: Sequence[Attachment], carried: Sequence[Attachment] = ()) -> None:
+        self.question = question
+        self.attachments = tuple(attachments)
+        self.carried = tuple(carried)
+        self.phase: Phase = "starting"
+        self.place = 0
+        self.progress: Progress | None = None
+        self.progress_at = 0.0
+        self.text = ""
+        self.tokens = 0
+        self.began_at = 0.0
+        self.done: Done | None = None
+        self.error: Exception | None = None
+        self.version = 0
+        self._stop = threading.Event()
+        self.finished = threading.Event()
+        self._generation: Generation | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def ms_per_token(self) -> float:
+        """Of the answer so far; 0 before its second token."""
+        return (time.monotonic() - self.began_at) * 1000 / (self.tokens - 1) if self.tokens > 1 else 0.0
+
+    @property
+    def seconds_left(self) -> float:
+        """Of reading, counted down since the last chunk; 0 when nothing is known."""
+        if self.progress is None:
+            return 0.0
+        return max(0.0, self.progress.seconds_left - (time.monotonic() - self.progress_at))
+
+    @property
+    def share_read(self) -> float:
+        """From 0 to 1; moves on between chunks as the estimate has it."""
+        if self.progress is None or self.progress.total == 0:
+            return 0.0
+        done, total, left = self.progress.done, self.progress.total, self.progress.seconds_left
+        if left > 0:
+            done += int((total - done) * min(0.95, 1 - self.seconds_left / left))
+        return done / total
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it was asked to stop."""
+        return self._stop.is_set()
+
+    @property
+    def documents(self) -> tuple[Attachment, ...]:
+        return self.carried + self.attachments
+
+    def start(self, service: ChatService, chat: Chat, after: Answer | None, ended: Callable[[Answer], None]) -> None:
+        """Begin in the background, once `after` has ended and the model is there; `ended` is called last."""
+        threading.Thread(target=self._run, args=(service, chat, after, ended), name="answer", daemon=True).start()
+
+    def stop(self) -> None:
+        """Stop at the next chunk or token; does nothing when it has ended."""
+        with self._lock:
+            if self.finished.is_set():
+                return
+            self._stop.set()
+            self.version += 1
+            if self._generation is not None:
+                self._generation.cancel()
+
+    def _run(self, service: ChatService, chat: Chat, after: Answer | None, ended: Callable[[Answer], None]) -> None:
+        try:
+            if after is not None:
+                after.finished.wait()
+            while not service.ready:
+                if service.load_error is not None:
+                    raise service.load_error
+                self._enter("loading")
+                if self._stop.wait(0.1):
+                    return
+            if self._stop.is_set():
+                return
+            self._enter("starting")
+            generation = service.ask(chat, self.question, [attachment.source for attachment in self.documents])
+            with self._lock:
+                self._generation = generation
+                if self._stop.is_set():
+                    generation.cancel()
+            for event in generation:
+                self._take(event)
+        except Exception as error:
+            self.error = error
+        finally:
+            if self.error is not None and describe(self.error)[1] >= 500:
+                log.error("An answer failed", exc_info=self.error)
+            ended(self)
+            with self._lock:
+                self.finished.set()
+                self.phase = "done"
+                self.version += 1
+
+    def _enter(self, phase: Phase) -> None:
+        if self.phase != phase:
+            self.phase = phase
+            self.version += 1
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case Queued(place):
+                self.phase, self.place = "queued", place
+            case Progress():
+                self.phase, self.progress, self.progress_at = "reading", event, time.monotonic()
+            case Token(text):
+                if not self.tokens:
+                    self.began_at = time.monotonic()
+                self.phase = "answering"
+                self.tokens += 1
+                self.text += text
+            case Done():
+                self.done = event
+                self.text = event.text
+            case Failed():
+                self.error = event.error
+        self.version += 1

@@ -1,0 +1,47 @@
+"""A document on its way into a chat."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+
+from app.chat import Selection
+from app.documents import Document, Page
+
+
+@dataclass
+class Attachment:
+    """A document on the shelf; `document` is None while it is read and when `error` says why it cannot be."""
+
+    name: str
+    id: str = field(default_factory=lambda: secrets.token_hex(4))
+    document: Document | None = None
+    error: str = ""
+    tokens: int | None = None
+    first: int = 1
+    last: int = 1
+
+    @property
+    def whole(self) -> bool:
+        return self.document is not None and (self.first, self.last) == (1, len(self.document.pages))
+
+    @property
+    def pages(self) -> tuple[Page, ...]:
+        """The chosen ones."""
+        return self.document.pages[self.first - 1 : self.last] if self.document is not None else ()
+
+    @property
+    def source(self) -> Selection:
+        """What to give to the service."""
+        assert self.document is not None
+        return Selection(self.document, self.first, self.last)
+
+    def choose(self, first: int, last: int) -> None:
+        """Read only these pages. Numbers are kept in range; where they cross, the one that did not change gives way."""
+        assert self.document is not None
+        count = len(self.document.pages)
+        first, last = (min(max(page, 1), count) for page in (first, last))
+        if first > last:
+            first, last = (first, first) if first != self.first else (last, last)
+        self.first, self.last = first, last
+        self.tokens = None

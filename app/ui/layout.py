@@ -1,0 +1,108 @@
+"""The page: where everything stands and which handler it calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+from fastapi import FastAPI
+
+from app.service import ChatService
+from app.ui import views
+from app.ui.handlers import IDLE, Handlers, Parts
+from app.ui.session import Loading
+from app.ui.theme import theme
+from app.ui.uploads import Uploads
+
+_HERE = Path(__file__).parent
+_FORMULAS: list[dict[str, str | bool]] = [
+    {"left": "$$", "right": "$$", "display": True},
+    {"left": "\\[", "right": "\\]", "display": True},
+    {"left": "\\(", "right": "\\)", "display": False},
+]
+
+
+def build_page(service: ChatService, loading: Loading, uploads: Uploads) -> gr.Blocks:
+    """The Gradio page over a service."""
+    with gr.Blocks(title="Octavo", analytics_enabled=False, fill_height=True) as page:
+        tab = gr.Textbox(visible=False)
+        header = gr.HTML(
+            views.header(uploads.max_bytes),
+            elem_id="oc-header",
+            apply_default_css=False,
+            js_on_load=(_HERE / "page.js").read_text(encoding="utf-8"),
+        )
+        welcome = gr.HTML(views.WELCOME, elem_id="oc-welcome", apply_default_css=False)
+        chat = gr.Chatbot(
+            elem_id="oc-chat",
+            label="Conversation",
+            show_label=False,
+            visible=False,
+            scale=1,
+            buttons=["copy"],
+            allow_tags=False,
+            latex_delimiters=_FORMULAS,
+            group_consecutive_messages=False,
+        )
+        with gr.Column(elem_id="oc-dock"):
+            strip = gr.HTML(views.loading_strip("", 0), elem_id="oc-strip", apply_default_css=False)
+            with gr.Column(elem_id="oc-composer"):
+                shelf = gr.HTML("", elem_id="oc-shelf", apply_default_css=False)
+                with gr.Row(elem_id="oc-ask"):
+                    gr.HTML(views.ADD, elem_id="oc-add", apply_default_css=False)
+                    question = gr.Textbox(
+                        elem_id="oc-question",
+                        label="Question",
+                        show_label=False,
+                        placeholder="Ask a question",
+                        lines=1,
+                        max_lines=8,
+                        **IDLE,
+                        container=False,
+                        autofocus=True,
+                    )
+            status = gr.HTML(views.status(None), elem_id="oc-status", apply_default_css=False)
+        session = gr.State()
+        parts = Parts(session, tab, welcome, chat, strip, shelf, question, status)
+        _connect(page, header, Handlers(service, loading, uploads, parts), parts)
+    return page.queue(default_concurrency_limit=None, api_open=False)
+
+
+def _connect(page: gr.Blocks, header: gr.HTML, handlers: Handlers, parts: Parts) -> None:
+    """Events of the header's script carry what other parts of the page report."""
+    session = parts.session
+
+    def on(**more: Any) -> dict[str, Any]:
+        quiet = {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}
+        return quiet | {"outputs": parts.all} | more
+
+    page.load(handlers.opened, [parts.tab], js="() => sessionStorage.getItem('octavo') || ''", **on())
+    parts.tab.change(None, [parts.tab], None, js="token => { sessionStorage.setItem('octavo', token); }")
+    page.unload(handlers.left)
+    parts.question.submit(handlers.asked, [session, parts.question], **on(trigger_mode="multiple"))
+    parts.question.stop(handlers.stopped, [session], **on(queue=False, trigger_mode="multiple"))
+    header.fresh(handlers.cleared, [session], **on())
+    header.added(handlers.added, [session], **on(trigger_mode="multiple"))
+    header.removed(handlers.removed, [session], **on(trigger_mode="multiple"))
+    header.paged(handlers.paged, [session], **on(trigger_mode="always_last"))
+    header.suggested(handlers.suggested, [session], **on())
+
+
+def mount_page(app: FastAPI, service: ChatService, loading: Loading, uploads: Uploads) -> FastAPI:
+    """The app with the page at its root."""
+    return gr.mount_gradio_app(
+        app,
+        build_page(service, loading, uploads),
+        path="/",
+        footer_links=[],
+        run_history=False,
+        show_error=True,
+        max_file_size="1kb",  # files come by way of Uploads; the library's own upload route is not used
+        ssr_mode=False,
+        mcp_server=False,
+        pwa=False,
+        favicon_path=str(_HERE / "favicon.svg"),
+        theme=theme(),
+        css_paths=_HERE / "style.css",
+    )

@@ -1,0 +1,297 @@
+"""What the page shows, as HTML and chat messages; every text from outside is escaped here."""
+
+from __future__ import annotations
+
+import re
+from html import escape
+from typing import Any
+
+from app.errors import describe
+from app.service import PlanView
+from app.ui.answer import Answer
+from app.ui.attachment import Attachment
+from app.ui.session import Session
+
+_MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+\-.!|~$>])")
+
+WELCOME = """
+<div class="oc-welcome">
+  <h1>Ask a long document.</h1>
+  <p class="oc-lead">Add one or more files, ask a question, and read the answer as it is written.
+    Nothing leaves this machine.</p>
+  <button type="button" class="oc-primary" data-do="add">Add documents</button>
+  <p class="oc-kinds">PDF, Word, Markdown, text, HTML or source code. Drop them anywhere, or paste a long text.</p>
+  <ul class="oc-examples" aria-label="Example questions">
+    <li><button type="button" data-example>Summarise this document in five sentences.</button></li>
+    <li><button type="button" data-example>Which people, places and dates does it name?</button></li>
+    <li><button type="button" data-example>What does it decide, and on what grounds?</button></li>
+  </ul>
+</div>
+"""
+
+_HEADER = """
+<div class="oc-brand">Octavo</div>
+<nav aria-label="Page" data-max-bytes="MAX_BYTES">
+  <button type="button" class="oc-quiet" data-do="fresh">New chat</button>
+  <button type="button" class="oc-quiet oc-icon" data-do="theme" aria-label="Switch between light and dark">
+    <svg viewBox="0 0 20 20" aria-hidden="true"><circle cx="10" cy="10" r="7" fill="none" stroke="currentColor"
+      stroke-width="1.5"/><path d="M10 3a7 7 0 0 1 0 14z" fill="currentColor"/></svg>
+  </button>
+</nav>
+"""
+
+ADD = """
+<button type="button" class="oc-quiet oc-icon" data-do="add" aria-label="Add documents" title="Add documents">
+  <svg viewBox="0 0 20 20" aria-hidden="true"><path d="M10 4v12M4 10h12" stroke="currentColor" stroke-width="1.6"
+    stroke-linecap="round"/></svg>
+</button>
+"""
+
+
+def header(max_bytes: int) -> str:
+    """Name and buttons of the page; its script reads the size limit of one file there."""
+    return _HEADER.replace("MAX_BYTES", str(max_bytes))
+
+
+def duration(seconds: float) -> str:
+    """Such as "4 s", "3 min" or "1 h 05 min"."""
+    if seconds < 100:
+        return f"{max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def size(amount: float) -> str:
+    """Bytes in the unit that fits."""
+    for unit in ("B", "kB", "MB"):
+        if amount < 1000:
+            return f"{amount:.0f} {unit}"
+        amount /= 1000
+    return f"{amount:.1f} GB"
+
+
+def plural(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def shelf(attachments: list[Attachment]) -> str:
+    """The documents that wait for the next question, a card each."""
+    if not attachments:
+        return ""
+    cards = "".join(_card(attachment) for attachment in attachments)
+    return f'<ul class="oc-shelf" aria-label="Documents for the next question">{cards}</ul>'
+
+
+def _card(attachment: Attachment) -> str:
+    name = escape(attachment.name)
+    document = attachment.document
+    if attachment.error:
+        kind, facts = "oc-bad", f'<span role="alert">{escape(attachment.error)}</span>'
+    elif document is None:
+        kind, facts = "oc-busy", "<span>Reading the file</span>"
+    else:
+        kind = ""
+        pages = len(document.pages)
+        tokens = "counting tokens" if attachment.tokens is None else plural(attachment.tokens, "token")
+        facts = f"<span>{plural(pages, 'page')}</span><span>{tokens}</span>"
+        if pages > 1:
+            facts += _page_choice(attachment, pages)
+        facts += "".join(f'<span class="oc-warn">{escape(warning)}</span>' for warning in document.warnings)
+    remove = (
+        f'<button type="button" class="oc-remove" data-do="remove" aria-label="Remove {name}">'
+        '<svg viewBox="0 0 20 20" aria-hidden="true"><path d="M5 5l10 10M15 5L5 15" stroke="currentColor"'
+        ' stroke-width="1.6" stroke-linecap="round"/></svg></button>'
+    )
+    return (
+        f'<li class="oc-card {kind}" data-id="{attachment.id}"><div class="oc-name" title="{name}">{name}</div>'
+        f'<div class="oc-facts">{facts}</div>{"" if kind == "oc-busy" else remove}</li>'
+    )
+
+
+def _page_choice(attachment: Attachment, pages: int) -> str:
+    def field(which: str, value: int) -> str:
+        label = f"{'First' if which == 'first' else 'Last'} page to read of {escape(attachment.name)}"
+        return (
+            f'<input type="number" inputmode="numeric" min="1" max="{pages}" value="{value}" data-page="{which}"'
+            f' aria-label="{label}">'
+        )
+
+    first, last = field("first", attachment.first), field("last", attachment.last)
+    return f'<span class="oc-pages">read pages {first} to {last}</span>'
+
+
+def strip(kind: str, text: str, detail: str = "", share: float | None = None, action: str = "") -> str:
+    """The one line above the question box: always there, so that nothing jumps.
+
+    `share` from 0 to 1 draws a bar, below 0 one without an end; `text`, `detail` and `action` are HTML.
+    """
+    bar = ""
+    if share is not None:
+        known = share >= 0
+        value = f' aria-valuenow="{share * 100:.0f}"' if known else ""
+        width = f"{share * 100:.1f}%" if known else "30%"
+        bar = (
+            '<div class="oc-bar" role="progressbar" aria-label="Progress"'
+            f' aria-valuemin="0" aria-valuemax="100"{value}>'
+            f'<i class="{"" if known else "oc-endless"}" style="width:{width}"></i></div>'
+        )
+    role = ' role="alert"' if kind == "error" else ""
+    content = f"<p{role}>{text}</p><span>{detail}</span>{action}{bar}"
+    return f'<div class="oc-strip oc-{kind}" data-state="{kind}">{content}</div>'
+
+
+def loading_strip(stage: str, share: float) -> str:
+    """The model is on its way; `share` from 0 to 1."""
+    return strip("loading", "Loading the model", escape(stage), share or -1)
+
+
+def error_strip(error: BaseException, what: str = "") -> str:
+    """What went wrong, after `what` could not be done."""
+    return strip("error", escape(what + describe(error)[0]))
+
+
+def idle_strip(asked: bool) -> str:
+    """Nothing waits to be read."""
+    return strip("idle", "Ask on, or add another document." if asked else "No document yet.")
+
+
+def wait_strip(attachment: Attachment) -> str:
+    """A question came before its document was there."""
+    return strip("wait", f"{escape(attachment.name)} is still being read. Ask again in a moment.")
+
+
+def plan_strip(plan: PlanView, suggestion: tuple[int, int] | None) -> str:
+    """The plan before anything runs; `suggestion` is a page range that fits when the whole does not."""
+    if not plan.fits:
+        action = ""
+        if suggestion is not None:
+            first, last = suggestion
+            action = f'<button type="button" class="oc-quiet" data-do="suggest">Read pages {first} to {last}</button>'
+        return strip("toolong", escape(plan.message), action=action)
+    seconds = plan.seconds_estimate
+    time = f"about {duration(seconds)} to read" if seconds is not None else ""
+    new = f"{plural(plan.new_tokens, 'new token')}" if plan.new_tokens < plan.prompt_tokens else ""
+    detail = ", ".join(filter(None, (new, time)))
+    return strip("plan", f"Fits: {plan.prompt_tokens:,} of {plan.capacity:,} tokens", detail)
+
+
+def running_strip(answer: Answer) -> str:
+    """Where an answer in progress stands."""
+    if answer.stopping:
+        return strip("stopping", "Stopping", share=-1)
+    if answer.phase == "loading":
+        return strip("loading", "Loading the model", "Your question comes next", -1)
+    if answer.phase == "queued":
+        ahead = "next in line" if answer.place <= 1 else f"place {answer.place} in the queue"
+        return strip("queued", f"Waiting, {ahead}", share=-1)
+    if answer.phase == "reading" and (progress := answer.progress) is not None:
+        if progress.done >= progress.total:
+            return strip("answering", "Answering", share=1)
+        rate = f"{progress.tokens_per_s:,.0f} tokens/s" if progress.tokens_per_s else ""
+        left = f"{duration(answer.seconds_left)} left" if answer.seconds_left else ""
+        text = f"Reading {f'{progress.done:,} of ' if progress.done else ''}{progress.total:,} tokens"
+        return strip("reading", text, ", ".join(filter(None, (rate, left))), answer.share_read)
+    if answer.phase == "answering":
+        pace = f", {answer.ms_per_token:.0f} ms per token" if answer.tokens > 1 else ""
+        return strip("answering", "Answering", f"{plural(answer.tokens, 'token')}{pace}")
+    return strip("starting", "Preparing", share=-1)
+
+
+def status(facts: dict[str, Any] | None) -> str:
+    """The quiet line at the foot, and behind its button all that the engine tells; None while there is no model."""
+    if facts is None:
+        return '<div class="oc-foot"></div>'
+    memory = facts["memory"]
+    held = memory["weights_bytes"] + memory["retrieval_kv_bytes"] + memory["streaming_kv_bytes"]
+    line = [
+        f"Context {facts['context_used']:,} / {facts['context_capacity']:,}",
+        f"Memory {size(held)}",
+        f"{facts['ms_per_token']:.0f} ms per token",
+    ]
+    shown = "".join(f"<span>{escape(item)}</span>" for item in line)
+    notes = escape(f"{facts['note']} {facts['pattern']}".strip())
+    return (
+        f'<div class="oc-foot">{shown}<span class="oc-notes" title="{notes}">{notes}</span>'
+        f'<button type="button" class="oc-link" popovertarget="oc-engine">Details</button></div>'
+        f'<div id="oc-engine" popover aria-label="What the engine does">{_engine_table(facts)}</div>'
+    )
+
+
+def _engine_table(facts: dict[str, Any]) -> str:
+    memory, settings = facts["memory"], dict(facts["settings"])
+    kernels = settings.pop("backends", {})
+    rows = {
+        "Model": facts["model"],
+        "Note": facts["note"],
+        "Heads": facts["pattern"],
+        "Context": f"{facts['context_used']:,} of {facts['context_capacity']:,} tokens",
+        "Weights": f"{size(memory['weights_bytes'])} ({settings.pop('weights', '')})",
+        "Cache of retrieval heads": f"{size(memory['retrieval_kv_bytes'])} ({settings.pop('kv', '')})",
+        "Cache of streaming heads": size(memory["streaming_kv_bytes"]),
+        "Peak memory": size(memory["peak_bytes"]),
+        "Reading": f"{facts['prefill_tokens_per_s']:,.0f} tokens/s",
+        "Writing": f"{facts['ms_per_token']:.1f} ms per token",
+        **{_name(key): str(value) for key, value in settings.items()},
+        **{f"Kernel: {_name(key).lower()}": str(value) for key, value in kernels.items()},
+    }
+    body = "".join(
+        f"<tr><th scope=row>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows.items() if value
+    )
+    return f"<h2>What the engine does</h2><table>{body}</table>"
+
+
+def _name(key: str) -> str:
+    return key.replace("_", " ").capitalize()
+
+
+def messages(session: Session) -> list[Any]:
+    """The conversation for the chat component: questions as they were typed, answers as Markdown."""
+    shown: list[Any] = []
+    for answer in session.answers:
+        shown.append(_message("user", _files(answer) + plain(answer.question)))
+        shown.append(_message("assistant", _answer_text(answer)))
+    return shown
+
+
+def _message(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "content": [{"type": "text", "text": text}]}
+
+
+def _files(answer: Answer) -> str:
+    if not answer.attachments:
+        return ""
+    chips = "".join(f'<span class="oc-file">{escape(_label(attachment))}</span>' for attachment in answer.attachments)
+    return f'<div class="oc-files">{chips}</div>\n\n'
+
+
+def _label(attachment: Attachment) -> str:
+    return attachment.name if attachment.whole else f"{attachment.name}, pages {attachment.first}-{attachment.last}"
+
+
+def _answer_text(answer: Answer) -> str:
+    note = _note(answer)
+    if not answer.text and not note:
+        return '<span class="oc-dots" aria-label="Working"><i></i><i></i><i></i></span>'
+    return answer.text + (f'\n\n<div class="{note[0]}">{escape(note[1])}</div>' if note else "")
+
+
+def _note(answer: Answer) -> tuple[str, str] | None:
+    """(class, text) of what is to be said below an answer that did not end by itself."""
+    if not answer.finished.is_set():
+        return None
+    if answer.error is not None:
+        return "oc-failed", describe(answer.error)[0]
+    reason = answer.done.finish_reason if answer.done is not None else "cancelled"
+    if reason == "cancelled":
+        return "oc-note", "Stopped."
+    if reason == "length":
+        return "oc-note", "Cut here: the answer reached the limit of tokens."
+    if reason == "loop":
+        return "oc-note", "Stopped here: the answer began to repeat itself."
+    return None
+
+
+def plain(text: str) -> str:
+    """Markdown that shows a text exactly as it was typed."""
+    lines = (_MARKDOWN.sub(r"\\\1", line).replace("&", "&amp;").replace("<", "&lt;") for line in text.split("\n"))
+    return "\n".join(re.sub(r"^[ \t]+", lambda run: "&nbsp;" * len(run.group().expandtabs(4)), line) for line in lines)

@@ -1,0 +1,137 @@
+"""A model that reads at a set pace and answers by script, under the real service, engine and tokenizer."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from app.config import Settings
+from app.embedded import embedded_model_path
+from app.engine.types import Memory
+from app.model import OpenModel
+from app.tokenizer import Tokenizer
+
+ANSWER = """The code word is **{word}**. It stands on the last page:
+
+> Remember: the code word is {word}.
+
+| where | what |
+|---|---|
+| last page | the code word |
+
+```python
+print("{word}")
+```
+
+<script>document.title = "taken"</script><img src="https://example.org/pixel.png" onerror="document.title = 'taken'">
+
+That is all that the text says about it."""
+
+
+@dataclass
+class Script:
+    """How a scripted model behaves: seconds to load, for a chunk, for a token; `steps` counts device work."""
+
+    load_s: float = 0.0
+    chunk_s: float = 0.05
+    token_s: float = 0.01
+    chunk: int = 256
+    capacity: int = 8192
+    answer: str = ANSWER
+    fail_load: Exception | None = None
+    fail_decode: Exception | None = None
+    steps: int = 0
+    tokenizer: Tokenizer = field(default_factory=lambda: Tokenizer(embedded_model_path()))
+
+    def open(self, settings: Settings, progress: Callable[[str, float], None]) -> OpenModel:
+        """In place of app.model.open_model."""
+        for step in range(1, 11):
+            progress("Reading the weights", step / 10)
+            time.sleep(self.load_s / 10)
+        if self.fail_load is not None:
+            raise self.fail_load
+        runner = ScriptedRunner(self)
+        return OpenModel(
+            name="Scripted",
+            runner=runner,
+            tokenizer=self.tokenizer,
+            eos_ids=frozenset(self.tokenizer.eos_ids),
+            bytes_for=lambda context: 134_000_000 + 5440 * context,
+            pattern_note="No head pattern: every head keeps everything.",
+        )
+
+
+class ScriptedRunner:
+    """Answers with the script's text and the last code word that the prompt names."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.kept: dict[str, list[int]] = {}
+
+    @property
+    def capacity(self) -> int:
+        return self.script.capacity
+
+    @property
+    def chunk(self) -> int:
+        return self.script.chunk
+
+    def start(self, prompt_ids: Sequence[int], chat_id: str | None) -> ScriptedSlot:
+        kept = self.kept.get(chat_id or "", [])
+        same = next((at for at, (a, b) in enumerate(zip(kept, prompt_ids, strict=False)) if a != b), len(kept))
+        return ScriptedSlot(self, list(prompt_ids), min(same, len(prompt_ids) - 1))
+
+    def memory(self) -> Memory:
+        return Memory(134_000_000, 5440 * sum(map(len, self.kept.values())), 2_000_000, 160_000_000)
+
+    def describe(self) -> dict[str, Any]:
+        return {"weights": "w8a8", "kv": "kv4", "backends": {"attention": "torch", "linear": "torch"}}
+
+
+class ScriptedSlot:
+    """One request: takes its time, and counts."""
+
+    def __init__(self, runner: ScriptedRunner, prompt: list[int], cached: int) -> None:
+        self.runner = runner
+        self.cached = cached
+        self.ids = prompt[:cached]
+        script = runner.script
+        words = re.findall(r"code word is (\w+)", script.tokenizer.decode(prompt))
+        text = script.answer.replace("{word}", words[-1] if words else "unknown")
+        self.answer = [*script.tokenizer.encode_text(text), *sorted(script.tokenizer.eos_ids)[:1]]
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+    def prefill(self, chunk_ids: Sequence[int]) -> torch.Tensor:
+        self._work(self.runner.script.chunk_s, chunk_ids)
+        return self._next()
+
+    def decode(self, token_id: int) -> torch.Tensor:
+        if self.runner.script.fail_decode is not None:
+            raise self.runner.script.fail_decode
+        self._work(self.runner.script.token_s, [token_id])
+        self.answer.pop(0)
+        return self._next()
+
+    def publish(self, chat_id: str) -> None:
+        self.runner.kept[chat_id] = self.ids
+
+    def discard(self) -> None:
+        self.ids = []
+
+    def _work(self, seconds: float, ids: Sequence[int]) -> None:
+        time.sleep(seconds)
+        self.runner.script.steps += 1
+        self.ids += ids
+
+    def _next(self) -> torch.Tensor:
+        logits = torch.zeros(self.runner.script.tokenizer.vocab_size)
+        logits[self.answer[0]] = 1.0
+        return logits

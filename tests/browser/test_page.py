@@ -1,0 +1,270 @@
+"""The page as a person uses it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page
+
+from app.errors import UsageError
+from tests.browser.conftest import Site, add, ask, state, until
+from tests.browser.scripted import Script
+
+pytestmark = pytest.mark.browser
+
+Open = Callable[..., Page]
+Texts = Callable[..., Path]
+ANSWER = "#oc-chat .bot .prose"
+
+
+def test_document_question_and_streamed_answer(site: Site, open_page: Open, texts: Texts, tmp_path: Path) -> None:
+    page = open_page(site.url)
+    sent: list[int] = []
+    page.on("request", lambda request: sent.append(len(request.post_data or "")))
+    state(page, "idle")
+    add(page, texts("ledger.txt", "heliotrope"))
+    state(page, "plan")
+    card = page.inner_text("#oc-shelf .oc-card")
+    assert "ledger.txt" in card
+    assert "2 pages" in card
+    assert "tokens" in card
+    assert "Fits" in page.inner_text("#oc-strip")
+    assert "to read" in page.inner_text("#oc-strip")
+
+    sent.clear()
+    ask(page, "What is <b>the</b> *code* word?")
+    state(page, "reading")
+    until(lambda: "tokens/s" in page.inner_text("#oc-strip"))
+    page.screenshot(path=str(tmp_path / "reading.png"))
+    state(page, "answering")
+    seen: list[str] = []
+    while page.query_selector("[data-state=answering]"):
+        text = page.inner_text(ANSWER)
+        if not seen or text != seen[-1]:
+            seen.append(text)
+        time.sleep(0.05)
+    assert sum(len(after) > len(before) for before, after in pairwise(seen)) >= 3
+    state(page, "idle")
+    assert page.inner_text(f"{ANSWER} strong") == "heliotrope"
+    assert page.query_selector(f"{ANSWER} table")
+    assert page.query_selector(f"{ANSWER} pre code")
+    assert page.inner_text("#oc-chat .user .prose p") == "What is <b>the</b> *code* word?"
+    assert "ledger.txt" in page.inner_text("#oc-chat .user")
+    assert "harbour office" not in page.content()  # the document stays on the server
+    assert max(sent, default=0) < 2000
+
+    # What the answer smuggles in does nothing; the next turn reads only what is new.
+    assert page.title() == "Octavo"
+    assert not page.is_visible(f"{ANSWER} img")
+    before = site.script.steps
+    ask(page, "And again?")
+    until(lambda: page.locator("#oc-chat .bot").count() == 2)
+    state(page, "answering")
+    assert site.script.steps - before < 6
+    state(page, "idle")
+    assert "Context 1," in page.inner_text("#oc-status")
+    assert "ms per token" in page.inner_text("#oc-status")
+    page.click("text=Details")
+    assert "every head keeps everything" in page.inner_text("#oc-engine")
+    page.keyboard.press("Escape")
+    page.screenshot(path=str(tmp_path / "answered.png"))
+
+
+def test_stop_while_reading_then_a_new_question_at_once(site: Site, open_page: Open, texts: Texts) -> None:
+    page = open_page(site.url)
+    state(page, "idle")
+    add(page, texts("long.txt", "vermilion", 30))
+    state(page, "plan")
+    ask(page, "What is the code word?")
+    state(page, "reading")
+    until(lambda: " of " in page.inner_text("#oc-strip"))
+    page.click("#oc-question .stop-button")
+    until(lambda: not site.service.busy, site.script.chunk_s + 1.0)
+    state(page, "plan")
+    assert "Stopped." in page.inner_text(ANSWER)
+    assert "long.txt" in page.inner_text("#oc-shelf")  # was not read to the end, so it waits again
+
+    ask(page, "First question?")
+    state(page, "reading")
+    page.keyboard.press("Escape")
+    ask(page, "Second question?")
+    state(page, "reading", "stopping", "starting")
+    until(lambda: page.locator("#oc-chat .bot").count() == 3)
+    state(page, "answering")
+    until(lambda: "vermilion" in page.locator(ANSWER).nth(2).inner_text())
+    page.keyboard.press("Escape")
+    state(page, "idle")
+    assert "vermilion" in page.locator(ANSWER).nth(2).inner_text()
+    assert "Stopped." in page.locator(ANSWER).nth(2).inner_text()
+    assert not page.query_selector("#oc-shelf .oc-card")
+
+
+def test_two_tabs_share_nothing(site: Site, open_page: Open, texts: Texts) -> None:
+    one = open_page(site.url)
+    two = one.context.new_page()  # the same browser: cookies and storage are shared, the tab is not
+    two.goto(site.url)
+    for page, word in ((one, "crimson"), (two, "indigo")):
+        state(page, "idle")
+        add(page, texts(f"{word}.txt", word, 12))
+        state(page, "plan")
+    ask(one, "What is the code word, one?")
+    ask(two, "What is the code word, two?")
+    until(lambda: any(page.query_selector("[data-state=queued]") for page in (one, two)))  # whoever came second
+    state(one, "idle")
+    state(two, "idle")
+    assert one.inner_text(f"{ANSWER} strong") == "crimson"
+    assert "indigo" not in one.content()
+    assert two.inner_text(f"{ANSWER} strong") == "indigo"
+    assert "crimson" not in two.content()
+
+
+def test_too_long_offers_pages(site: Site, open_page: Open, texts: Texts) -> None:
+    page = open_page(site.url)
+    state(page, "idle")
+    add(page, texts("encyclopaedia.txt", "ochre", 120))
+    state(page, "toolong")
+    assert "8,192" in page.inner_text("#oc-strip")
+    ask(page, "What is in it?")
+    time.sleep(0.5)
+    assert page.input_value("#oc-question textarea") == "What is in it?"  # not lost
+    assert not site.service.busy
+    page.click("[data-do=suggest]")
+    state(page, "plan")
+    assert int(page.input_value("[data-page=last]")) < 40
+    page.fill("[data-page=first]", "38")
+    page.press("[data-page=first]", "Enter")
+    until(lambda: page.input_value("[data-page=last]") == "38")
+    page.fill("[data-page=last]", "40")
+    page.press("[data-page=last]", "Enter")
+    until(lambda: "Fits: 1," in page.inner_text("#oc-strip"))
+    page.press("#oc-question textarea", "Enter")
+    state(page, "answering")
+    state(page, "idle")
+    assert page.inner_text(f"{ANSWER} strong") == "ochre"
+    assert "pages 38-40" in page.inner_text("#oc-chat .user")
+
+
+def test_paste_upload_during_answer_and_bad_files(site: Site, open_page: Open, texts: Texts, tmp_path: Path) -> None:
+    page = open_page(site.url)
+    state(page, "idle")
+    page.focus("#oc-question textarea")
+    page.evaluate(
+        """text => { const data = new DataTransfer(); data.setData("text/plain", text);
+        document.activeElement.dispatchEvent(
+            new ClipboardEvent("paste", {clipboardData: data, bubbles: true, cancelable: true})); }""",
+        "A pasted line about the sea. " * 200 + "The code word is amber.",
+    )
+    page.wait_for_selector("#oc-shelf .oc-card:has-text('Pasted text.txt')")
+    state(page, "plan")
+    ask(page, "What is the code word?")
+    state(page, "answering")
+    add(page, texts("later.txt", "teal", 2))  # during the answer
+    state(page, "plan")
+    assert page.inner_text(f"{ANSWER} strong") == "amber"
+    assert "later.txt" in page.inner_text("#oc-shelf")
+
+    program = tmp_path / "program.bin"
+    program.write_bytes(b"\x7fELF\0\1\2" * 100)
+    add(page, program)
+    assert "program" in page.inner_text("#oc-shelf .oc-bad")
+    huge = tmp_path / "huge.txt"
+    with huge.open("wb") as file:
+        file.truncate((256 << 20) + 1)
+    page.set_input_files("#oc-picker", str(huge))
+    page.wait_for_selector("#oc-arriving .oc-bad:has-text('256 MiB')")
+    page.click("#oc-shelf .oc-bad [data-do=remove]")
+    until(lambda: not page.query_selector("#oc-shelf .oc-bad"))
+    page.click("[data-do=fresh]")
+    page.wait_for_selector(".oc-welcome")
+    until(lambda: not page.query_selector("#oc-shelf .oc-card"))
+    assert "amber" not in page.content()
+
+
+def test_keys(site: Site, open_page: Open) -> None:
+    page = open_page(site.url)
+    state(page, "idle")
+    page.click("[data-example] >> nth=0")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("Briefly.")
+    assert page.input_value("#oc-question textarea").endswith("sentences.\nBriefly.")
+    page.keyboard.press("Enter")
+    state(page, "answering")
+    page.keyboard.press("Escape")
+    state(page, "idle")
+    assert "Stopped." in page.inner_text(ANSWER)
+    assert page.evaluate("document.activeElement.tagName") == "TEXTAREA"
+    named = page.evaluate(
+        "[...document.querySelectorAll('button, input, textarea')].filter(e => e.checkVisibility() && !(e.ariaLabel ||"
+        " e.textContent.trim() || e.labels?.[0]?.textContent.trim())).map(e => e.outerHTML.slice(0, 120))"
+    )
+    assert named == []
+
+
+def test_reload_finds_the_chat_and_a_closed_page_stops_the_engine(site: Site, open_page: Open, texts: Texts) -> None:
+    page = open_page(site.url)
+    state(page, "idle")
+    add(page, texts("reload.txt", "sepia"))
+    ask(page, "What is the code word?")
+    state(page, "idle")
+    page.reload()
+    page.wait_for_selector(f"{ANSWER} strong")
+    assert page.inner_text(f"{ANSWER} strong") == "sepia"
+    ask(page, "Once more?")
+    state(page, "answering")
+    page.close()
+    until(lambda: not site.service.busy, 2.0)
+
+
+def test_loading_is_shown_and_a_question_waits_for_it(start_site: Callable[[Script], Site], open_page: Open) -> None:
+    site = start_site(Script(load_s=6.0))
+    page = open_page(site.url)
+    state(page, "loading")
+    until(lambda: "Reading the weights" in page.inner_text("#oc-strip"))
+    ask(page, "Are you there?")
+    until(lambda: "Your question comes next" in page.inner_text("#oc-strip"))
+    state(page, "answering")
+    state(page, "idle")
+
+
+def test_failures_are_told(start_site: Callable[[Script], Site], open_page: Open) -> None:
+    page = open_page(start_site(Script(fail_load=UsageError("--model nowhere: there is no such file."))).url)
+    state(page, "error")
+    assert "no such file" in page.inner_text("#oc-strip")
+
+    site = start_site(Script())
+    page = open_page(site.url)
+    state(page, "idle")
+    site.script.fail_decode = MemoryError()
+    ask(page, "Does it work?")
+    page.wait_for_selector(f"{ANSWER} .oc-failed")
+    assert "Out of memory" in page.inner_text(f"{ANSWER} .oc-failed")
+    site.script.fail_decode = None
+    state(page, "idle")
+    ask(page, "And now?")
+    until(lambda: page.locator("#oc-chat .bot").count() == 2)
+    state(page, "idle")
+    assert "code word" in page.locator(ANSWER).nth(1).inner_text()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_narrow_screen(site: Site, open_page: Open, texts: Texts, tmp_path: Path, scheme: str) -> None:
+    page = open_page(site.url, viewport={"width": 390, "height": 844}, color_scheme=scheme)
+    state(page, "idle")
+    dock = page.locator("#oc-composer").bounding_box()
+    add(page, texts("a name much too long for a narrow screen, and then some more of it.txt", "mauve"))
+    state(page, "plan")
+    ask(page, "What is the code word?")
+    state(page, "answering")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert page.locator("#oc-composer").bounding_box() == dock  # nothing has jumped
+    state(page, "idle")
+    assert page.locator("#oc-composer").bounding_box() == dock
+    page.screenshot(path=str(tmp_path / f"narrow-{scheme}.png"))
+    colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (colour == "rgb(24, 23, 21)") == (scheme == "dark")
+    page.click("[data-do=theme]")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != colour

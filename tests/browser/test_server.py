@@ -1,0 +1,103 @@
+"""The web server around the page, without a browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from app.errors import UsageError
+from app.ui.server import Guard, bind, is_local
+from app.ui.uploads import Uploads
+
+
+def test_a_taken_port_is_a_usage_error() -> None:
+    with bind("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+        with pytest.raises(UsageError, match=f"Port {port} on 127.0.0.1 is in use"):
+            bind("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1"])
+def test_an_address_of_another_machine_is_a_usage_error(host: str) -> None:
+    with pytest.raises(UsageError, match=host):
+        bind(host, 0)
+
+
+def test_is_local() -> None:
+    assert all(map(is_local, ("127.0.0.1", "localhost", "::1")))
+    assert not any(map(is_local, ("0.0.0.0", "10.1.2.3", "octavo.example")))
+
+
+def _client(app: FastAPI, **options: Any) -> TestClient:
+    return TestClient(app, base_url="http://127.0.0.1:7860", **options)
+
+
+def test_guard() -> None:
+    app = FastAPI()
+    app.add_api_route("/", lambda: "hello")
+    app.add_middleware(Guard, local=True)
+    client = _client(app)
+    answer = client.get("/")
+    assert answer.status_code == 200
+    assert "connect-src 'self'" in answer.headers["content-security-policy"]
+    for host in ("localhost:7860", "[::1]:7860", "[::1]"):
+        assert client.get("/", headers={"host": host}).status_code == 200
+    for host in ("evil.example", "evil.example:7860", "127.0.0.1.evil.example", ""):
+        assert client.get("/", headers={"host": host}).status_code == 421
+
+
+@pytest.fixture
+def uploads() -> Uploads:
+    return Uploads(max_bytes=1000)
+
+
+def _upload_client(uploads: Uploads) -> TestClient:
+    app = FastAPI()
+    app.add_route("/uploads", uploads.receive, methods=["PUT"])
+    return _client(app)
+
+
+def _files(uploads: Uploads) -> list[Path]:
+    return list(uploads._folder.iterdir())
+
+
+def test_an_upload_is_handed_over_once(uploads: Uploads) -> None:
+    client = _upload_client(uploads)
+    answer = client.put("/uploads", content=b"x" * 1000, headers={"x-file-name": "caf%C3%A9%2F..%2Fa.txt"})
+    upload = uploads.take(answer.json()["id"])
+    assert upload.name == "café/../a.txt"
+    assert upload.path.parent == uploads._folder
+    assert upload.path.read_bytes() == b"x" * 1000
+    with pytest.raises(UsageError):
+        uploads.take(answer.json()["id"])
+    for nonsense in ("", "../../etc/passwd", None, 7, ["x"]):
+        with pytest.raises(UsageError):
+            uploads.take(nonsense)
+    uploads.close()
+    assert not upload.path.exists()
+
+
+def test_too_large_or_nameless_uploads_leave_nothing(uploads: Uploads) -> None:
+    client = _upload_client(uploads)
+    assert client.put("/uploads", content=b"x").status_code == 400
+    headers = {"x-file-name": "big.txt"}
+    told = client.put("/uploads", content=b"x" * 1001, headers=headers)  # says its length
+    untold = client.put("/uploads", content=(b"x" * 600 for _ in range(2)), headers=headers)
+    for answer in (told, untold):
+        assert answer.status_code == 413
+        assert "big.txt" in answer.json()["error"]
+    assert _files(uploads) == []
+
+
+def test_uploads_that_nobody_took_are_dropped(uploads: Uploads, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = _upload_client(uploads)
+    first = client.put("/uploads", content=b"a", headers={"x-file-name": "a"}).json()["id"]
+    monkeypatch.setattr("app.ui.uploads.ABANDONED_S", -1.0)
+    second = client.put("/uploads", content=b"b", headers={"x-file-name": "b"}).json()["id"]
+    assert [path.name for path in _files(uploads)] == [second]
+    with pytest.raises(UsageError):
+        uploads.take(first)
