@@ -1,12 +1,16 @@
-"""Attention of one new token over a head's whole history: exact tokens and packed runs together."""
+"""Attention of one new token over a head's whole history: exact tokens and packed blocks together."""
 
-from kernels.attention_decode import int4pack, ref
-from kernels.attention_decode.ref import PackedRun
+from kernels.attention_decode import fragment, int4pack, ref
+from kernels.attention_decode.ref import Packed
 from kernels.registry import Backend, Kernel, always
 
 KV4_DECODE = Kernel(
     "attention_decode",
-    (Backend("int4pack", int4pack, int4pack.declines), Backend("reference", ref, always)),
+    (
+        Backend("fragment", fragment, fragment.declines),
+        Backend("int4pack", int4pack, int4pack.declines),
+        Backend("reference", ref, always),
+    ),
 )
 
-__all__ = ["KV4_DECODE", "PackedRun"]
+__all__ = ["KV4_DECODE", "Packed"]

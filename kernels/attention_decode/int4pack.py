@@ -6,13 +6,12 @@ q.k = step (q.n) + middle sum(q), and sum p v = (p step).n + sum(p middle).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.attention_decode.ref import PackedRun
+from kernels.attention_decode.ref import Packed
 from kernels.kv4_pack import int4pack as layout
 
 _product = torch.ops.aten._weight_int4pack_mm_for_cpu
@@ -21,9 +20,9 @@ _units: dict[
 ] = {}  # the product's own scales and zeros, all one and zero: (groups, rows) grown as needed
 
 
-def declines(device: torch.device, head_dim: int) -> str | None:
+def declines(device: torch.device, head_dim: int, group: int = 1) -> str | None:
     """Serves what the int4pack layout serves."""
-    return layout.declines(device, head_dim)
+    return layout.declines(device, head_dim, group)
 
 
 def _unit_scales(groups: int, rows: int) -> Tensor:
@@ -38,34 +37,34 @@ def _unit_scales(groups: int, rows: int) -> Tensor:
     return have[:rows].view(1, rows, 2) if groups == 1 else have[:groups]
 
 
-def decode(q: Tensor, exact_k: Tensor, exact_v: Tensor, runs: Sequence[PackedRun], _: Any, scale: float) -> Tensor:
+def decode(q: Tensor, exact_k: Tensor, exact_v: Tensor, packed: Packed, _: Any, scale: float) -> Tensor:
     """As `ref.decode`; q, p and the products are rounded to bf16, sums are kept in fp32."""
     heads, _group, d = q.shape
     q = q * scale
     coarse = q.to(torch.bfloat16)
     total = q.sum(-1, keepdim=True)
-    all_scales = [run.scales.float() for run in runs]
+    runs = [(keys, values, scales.float()) for keys, values, scales in packed.runs()]
     scores = [torch.bmm(q, exact_k.float().transpose(1, 2))]
-    for run, scales in zip(runs, all_scales, strict=True):
+    for keys, _values, scales in runs:
         tokens = scales.shape[1]
         unit = _unit_scales(1, tokens)
-        keys = run.keys.view(heads, tokens, d // 2)
-        raw = torch.stack([_product(coarse[h], keys[h], d, unit) for h in range(heads)])
+        rows = keys.view(heads, tokens, d // 2)
+        raw = torch.stack([_product(coarse[h], rows[h], d, unit) for h in range(heads)])
         scores.append(torch.addcmul(total * scales[:, None, :, 1], raw, scales[:, None, :, 0]))
     weights = torch.cat(scores, -1).softmax(-1)
     exact = exact_k.shape[1]
     out = torch.bmm(weights[..., :exact], exact_v.float())
     start = exact
-    for run, scales in zip(runs, all_scales, strict=True):
+    for _keys, values, scales in runs:
         tokens = scales.shape[1]
         part = weights[..., start : start + tokens]
         stepped = (part * scales[:, None, :, 2]).to(torch.bfloat16)
-        panels = run.values.shape[1]
+        panels = values.shape[1]
         width = d // panels
         unit = _unit_scales(tokens // width, width)
-        values = run.values.view(heads, panels, width, tokens // 2)
+        columns = values.view(heads, panels, width, tokens // 2)
         sums = torch.stack(
-            [_product(stepped[h], values[h, p], width, unit) for h in range(heads) for p in range(panels)]
+            [_product(stepped[h], columns[h, p], width, unit) for h in range(heads) for p in range(panels)]
         )
         # [heads * panels, group, width] -> [heads, group, d]
         out += sums.unflatten(0, (heads, panels)).transpose(1, 2).flatten(2)

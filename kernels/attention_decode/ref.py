@@ -1,8 +1,8 @@
-"""Decode attention over packed runs, by unpacking them: the truth for the fast kernels."""
+"""Decode attention over packed blocks, by unpacking them: the truth for the fast kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,28 +11,48 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class PackedRun:
-    """A run of tokens as the pool holds it, for the retrieval heads of one layer.
+class Packed:
+    """The history of one layer's retrieval heads as the pool holds it: views of the pool, and which blocks to read.
 
-    keys: bytes [heads, n]; values: bytes [heads, panels, m]; scales: fp16 [heads, tokens, 4] with the step and the
-    middle of the key, then of the value: x = (code - 8) * step + middle.
+    keys: bytes [heads, blocks, n]; values: bytes [heads, panels, blocks, m]; scales: fp16 [heads, blocks, tokens, 4]
+    with the step and the middle of the key, then of the value: x = (code - 8) * step + middle. table: int32 [count],
+    the blocks of the history in order, on the same device, so that a launch need not wait for the host.
     """
 
     keys: Tensor
     values: Tensor
     scales: Tensor
+    table: Tensor
+
+    def runs(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Keys [heads, n], values [heads, panels, m] and scales [heads, tokens, 4] of neighbouring blocks, in order."""
+        for start, end in stretches(self.table.tolist(), self.table.numel()):
+            yield (
+                self.keys[:, start:end].flatten(1),
+                self.values[:, :, start:end].flatten(2),
+                self.scales[:, start:end].flatten(1, 2),
+            )
 
 
-def decode(q: Tensor, exact_k: Tensor, exact_v: Tensor, runs: Sequence[PackedRun], layout: Any, scale: float) -> Tensor:
+def stretches(ids: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of each stretch of consecutive ids, none longer than `longest`."""
+    start = 0
+    for i in range(1, len(ids) + 1):
+        if i == len(ids) or ids[i] != ids[i - 1] + 1 or i - start == longest:
+            yield ids[start], ids[i - 1] + 1
+            start = i
+
+
+def decode(q: Tensor, exact_k: Tensor, exact_v: Tensor, packed: Packed, layout: Any, scale: float) -> Tensor:
     """Out [heads, group, d] in fp32.
 
-    q [heads, group, d] fp32, rotated as the keys are; exact_k, exact_v [heads, n, d]; runs packed by `layout`.
+    q [heads, group, d] fp32, rotated as the keys are; exact_k, exact_v [heads, n, d]; packed by `layout`.
     """
     d = q.shape[-1]
-    keys, values = [exact_k.float()], [exact_v.float()]
-    for run in runs:
-        scales = run.scales.float()
-        keys.append((layout.unpack_keys(run.keys, d).float() - 8) * scales[..., 0:1] + scales[..., 1:2])
-        values.append((layout.unpack_values(run.values, d).float() - 8) * scales[..., 2:3] + scales[..., 3:4])
-    weights = (q @ torch.cat(keys, 1).transpose(1, 2) * scale).softmax(-1)
-    return weights @ torch.cat(values, 1)
+    all_keys, all_values = [exact_k.float()], [exact_v.float()]
+    for keys, values, scales in packed.runs():
+        k_step, k_middle, v_step, v_middle = scales.float().split(1, -1)
+        all_keys.append((layout.unpack_keys(keys, d).float() - 8) * k_step + k_middle)
+        all_values.append((layout.unpack_values(values, d).float() - 8) * v_step + v_middle)
+    weights = (q @ torch.cat(all_keys, 1).transpose(1, 2) * scale).softmax(-1)
+    return weights @ torch.cat(all_values, 1)

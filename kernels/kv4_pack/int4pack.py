@@ -31,7 +31,7 @@ def _self_check() -> str | None:
     return None
 
 
-def declines(device: torch.device, head_dim: int) -> str | None:
+def declines(device: torch.device, head_dim: int, group: int = 1) -> str | None:
     """Serves the CPU for head sizes that are whole panels."""
     if device.type != "cpu":
         return f"CPU only, not {device.type}"

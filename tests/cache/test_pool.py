@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from models.cache.pool import BlockPool, _runs
+from kernels.attention_decode.ref import stretches
+from models.cache.pool import BlockPool
 from models.cache.shape import BLOCK, CacheShape
 from models.errors import PoolExhausted
 
@@ -49,5 +50,5 @@ def test_read_gives_back_what_was_written_in_any_order_of_ids():
 
 
 def test_runs_are_cut_at_the_limit():
-    assert list(_runs([4, 5, 6, 9, 0, 1], 2)) == [(4, 6), (6, 7), (9, 10), (0, 2)]
-    assert list(_runs([], 4)) == []
+    assert list(stretches([4, 5, 6, 9, 0, 1], 2)) == [(4, 6), (6, 7), (9, 10), (0, 2)]
+    assert list(stretches([], 4)) == []

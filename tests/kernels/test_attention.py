@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kernels.attention_decode import KV4_DECODE, PackedRun
+from kernels.attention_decode import KV4_DECODE, Packed
 from kernels.attention_prefill import ATTENTION, merge, ref
 from kernels.kv4_pack import KV4_LAYOUT
 from quant import kv4
@@ -81,16 +81,26 @@ def test_decode_equals_float64_on_the_same_codes(backend, d, group, runs):
     heads, exact = 3, 200
     q = torch.randn(heads, group, d) * 2
     exact_k, exact_v = torch.randn(2, heads, exact, d).half()
-    keys, values, packed = [exact_k.double()], [exact_v.double()], []
+    keys, values, blocks, table, place = [exact_k.double()], [exact_v.double()], [], [], 0
     for tokens in runs:
         k, v = torch.randn(2, heads, tokens, d)
         (k_codes, k_scales), (v_codes, v_scales) = kv4.quantize(k, 4), kv4.quantize(v, 4)
-        packed.append(
-            PackedRun(layout.pack_keys(k_codes), layout.pack_values(v_codes), torch.cat((k_scales, v_scales), -1))
-        )
+        scales = torch.cat((k_scales, v_scales), -1)
+        for i in range(0, tokens + 128, 128):  # one block more than is read lies between the runs
+            part = slice(i % tokens, i % tokens + 128)
+            packed = layout.pack_keys(k_codes[:, part]), layout.pack_values(v_codes[:, part]), scales[:, part]
+            blocks.append(packed if i < tokens else [torch.zeros_like(x) for x in packed])
+        table += range(place, place + tokens // 128)
+        place = len(blocks)
         keys.append((k_codes.double() - 8) * k_scales[..., :1].double() + k_scales[..., 1:].double())
         values.append((v_codes.double() - 8) * v_scales[..., :1].double() + v_scales[..., 1:].double())
-    out = backend.run.decode(q, exact_k, exact_v, packed, layout, d**-0.5)
+    if not blocks:
+        none = torch.zeros(heads, 128, d, dtype=torch.uint8)
+        blocks = [(layout.pack_keys(none), layout.pack_values(none), torch.zeros(heads, 128, 4).half())]
+    pool = [torch.stack([b[i] for b in blocks], axis) for i, axis in ((0, 1), (1, 2), (2, 1))]
+    out = backend.run.decode(
+        q, exact_k, exact_v, Packed(*pool, torch.tensor(table, dtype=torch.int32)), layout, d**-0.5
+    )
     weights = (q.double() @ torch.cat(keys, 1).transpose(1, 2) * d**-0.5).softmax(-1)
     want = weights @ torch.cat(values, 1)
     bound = 1e-5 if backend.name == "reference" else 1e-2  # the fast one rounds q, p and its products to bf16
