@@ -107,7 +107,6 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
 
 def _running_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads")
-    parser.add_argument("--data-dir", type=Path, metavar="DIR", help=argparse.SUPPRESS)
 
 
 def _sampling_flags(parser: argparse.ArgumentParser) -> None:

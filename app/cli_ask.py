@@ -45,8 +45,8 @@ def ask(
 ) -> int:
     """Print an answer as it comes; gives the exit code. `documents` are FILE or FILE:FIRST-LAST."""
     service = ChatService(settings)
-    if isinstance(sys.stdout, TextIO) and hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of the answer
+    if (reconfigure := getattr(sys.stdout, "reconfigure", None)) is not None:
+        reconfigure(errors="replace")  # a terminal may lack a character of the answer
     status = StatusLine(sys.stderr)
     try:
         sources = [open_source(service, name) for name in documents]

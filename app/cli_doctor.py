@@ -13,7 +13,8 @@ import torch
 
 from app.cli_plan import gib
 from app.embedded import embedded_model_path
-from kernels import registry
+from models.cache.kernels import kernel_report
+from models.cache.shape import CacheShape
 from models.errors import ModelError
 
 _NEEDED = "torch transformers tokenizers safetensors gguf gradio pypdfium2".split()
@@ -49,10 +50,16 @@ def report() -> Iterator[str]:
     for device in devices:
         yield ""
         yield f"Kernels on {device.type}"
-        for row in registry.report(device):
+        for row in kernel_report(device, _usual_shape(device)):
             yield f"  {row['kernel']:<18} {row['chosen']}"
             for name, reason in row["declined"].items():
                 yield f"  {'':<18}   not {name}: {reason}"
+
+
+def _usual_shape(device: torch.device) -> CacheShape:
+    """A layer as most 8B models have it: four query heads a KV head, head size 128; half of its heads stream."""
+    compute = torch.bfloat16 if device.type == "cpu" else torch.float16
+    return CacheShape((4,), (4,), 4, 128, 128, 256, 4, torch.float16, compute)
 
 
 def _version(name: str, absent: str) -> str:

@@ -26,7 +26,8 @@ def plan(settings: Settings, config: Path | None, gpu_memory: str | None, as_jso
     if settings.context is None:
         raise UsageError("--context is missing: how many tokens to plan for.")
     limit = parse_size(gpu_memory) if gpu_memory is not None else _this_gpu() or parse_size(_DEFAULT_MEMORY)
-    plan, window = plan_context(settings, settings.context, config)
+    plan, model, shape = plan_context(settings, settings.context, config)
+    window, heads, kept = model.max_positions, model.num_layers * model.num_kv_heads, sum(shape.retrieval_heads)
     longest = min(plan.longest(limit), window)
     result = asdict(plan) | {
         "total_bytes": plan.total_bytes,
@@ -34,6 +35,7 @@ def plan(settings: Settings, config: Path | None, gpu_memory: str | None, as_jso
         "model_window": window,
         "fits": plan.total_bytes <= limit and plan.context <= window,
         "longest_context": longest,
+        "retrieval_ratio": kept / heads,
     }
     if as_json:
         print(json.dumps(result))
@@ -41,6 +43,7 @@ def plan(settings: Settings, config: Path | None, gpu_memory: str | None, as_jso
     verdict = "fits" if plan.total_bytes <= limit else "does not fit"
     rows = [
         ("context", f"{plan.context:,} tokens; the model's window is {window:,}"),
+        ("heads", f"{kept} of {heads} KV heads keep everything"),
         ("a token", f"{plan.bytes_per_token:,} bytes"),
         ("weights", gib(plan.weights_bytes)),
         ("retrieval heads", gib(plan.retrieval_bytes)),

@@ -44,10 +44,9 @@ class Settings:
     port: int = 7860
     debug: bool = False
     cache_dir: Path = field(default_factory=lambda: _folder("OCTAVO_CACHE", "~/.cache/octavo"))
-    data_dir: Path = field(default_factory=lambda: _folder("OCTAVO_DATA", "~/.local/share/octavo"))
 
     def __post_init__(self) -> None:
-        for name in ("pattern", "cache_dir", "data_dir"):
+        for name in ("pattern", "cache_dir"):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, Path(value).expanduser())

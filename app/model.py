@@ -21,8 +21,8 @@ from app.engine.sizing import CHUNKS, resolve_shape
 from app.errors import OctavoError, UsageError
 from app.prompt import PromptTokenizer
 from app.tokenizer import Tokenizer
-from models.build import dense_dtype
 from models.cache.plan import MemoryPlan, plan_memory
+from models.cache.shape import CacheShape
 from models.checkpoint import open_checkpoint
 from models.config import ModelConfig
 from models.errors import BadCheckpoint, BadPattern
@@ -35,7 +35,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = "config.json generation_config.json *.safetensors model.safetensors.index.json".split()
 _HUB_FILES += "tokenizer.json tokenizer_config.json chat_template.jinja".split()
 _HUB_EXCLUDED = ["*/*", "consolidated*"]  # the weights once more in another layout
-_HUB_LEAST_BYTES = 12 << 30  # the 8B model at 8 bits, its embedding and head at 16, and a context worth having
+_HUB_LEAST_BYTES = 11 << 30  # the 8B model at 8 bits, its embedding and head at 16, and a context worth having
 _PATTERNS = Path(__file__).parents[1] / "models" / "patterns"
 
 
@@ -129,8 +129,10 @@ def find_model(settings: Settings) -> ModelFiles:
     if model is None:
         if not torch.cuda.is_available():
             return _embedded()
-        if torch.cuda.get_device_properties(0).total_memory < _HUB_LEAST_BYTES:
-            return _embedded(f"This GPU is too small for {DEFAULT_HUB_MODEL}, so the small embedded model answers.")
+        gpu = torch.cuda.get_device_properties(0)
+        if gpu.total_memory < _HUB_LEAST_BYTES or gpu.major < 8:
+            why = f"{DEFAULT_HUB_MODEL} needs 12 GB and compute capability 8.0"
+            return _embedded(f"{why}; {gpu.name} has less, so the small embedded model answers.")
         try:
             return ModelFiles(DEFAULT_HUB_MODEL, _from_hub(DEFAULT_HUB_MODEL), DEFAULT_HUB_MODEL)
         except OctavoError as error:
@@ -163,8 +165,8 @@ def choose_pattern(files: ModelFiles, settings: Settings) -> tuple[HeadPattern |
 
 def plan_context(
     settings: Settings, context: int, config_file: Path | None = None, gpu: bool = True
-) -> tuple[MemoryPlan, int]:
-    """The memory that `context` tokens need on a GPU or CPU, without weights and without a GPU; the model's own window.
+) -> tuple[MemoryPlan, ModelConfig, CacheShape]:
+    """The memory that `context` tokens need on a GPU or CPU, without weights and without a GPU; model and cache.
 
     The model is what the settings name, or a Hugging Face config.json. Where its head pattern is not at hand, as many
     heads as --retrieval-ratio says keep everything.
@@ -175,12 +177,12 @@ def plan_context(
     config, pattern = _plan_inputs(settings, config_file)
     _, shape = resolve_shape(config, pattern, settings, device)
     chunk = settings.chunk or CHUNKS[device.type][-1]
-    plan = plan_memory(config, shape, settings.weights, context, chunk, dense_dtype(device).itemsize)
-    return plan, config.max_positions
+    plan = plan_memory(config, shape, settings.weights, context, chunk, device)
+    return plan, config, shape
 
 
 def _plan_inputs(settings: Settings, config_file: Path | None) -> tuple[ModelConfig, HeadPattern | None]:
-    model = settings.model or EMBEDDED_MODEL
+    model = settings.model or (DEFAULT_HUB_MODEL if torch.cuda.is_available() else EMBEDDED_MODEL)
     on_disk = model == EMBEDDED_MODEL or Path(model).expanduser().exists()
     if config_file is None and on_disk:
         files = find_model(replace(settings, model=model))

@@ -50,6 +50,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--retrieval-ratio", type=float, default=Settings.retrieval_ratio)
     parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     args = parser.parse_args(argv)
+    if torch.cuda.is_available():
+        print("Run with CUDA_VISIBLE_DEVICES= in front: this benchmark is about the CPU.", file=sys.stderr)
+        return 1
     torch.set_num_threads(args.threads)
     start = _seconds_to_first_page()
 

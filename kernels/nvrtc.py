@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
-import os
 import tempfile
 from collections.abc import Sequence
 from functools import cache
@@ -34,6 +33,15 @@ class _Config(ctypes.Structure):
 
 
 _EARLY = _Attribute(6, 0, (1,))  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+_kept_in = Path("~/.cache/octavo/kernels").expanduser()
+
+
+def keep_in(folder: Path) -> None:
+    """Where compiled code is kept from now on, for every later program of this process."""
+    global _kept_in
+    _kept_in = folder
 
 
 class CudaError(RuntimeError):
@@ -117,7 +125,7 @@ def _cubin(path: Path, defines: dict[str, int], arch: str) -> bytes:
     _call("nvrtcVersion", *(ctypes.byref(x) for x in numbers))
     key = "\n".join([source, *options, *(str(x.value) for x in numbers)])
     name = f"{path.stem}-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.cubin"
-    kept = Path(os.environ.get("OCTAVO_CACHE", "~/.cache/octavo")).expanduser() / "kernels" / name
+    kept = _kept_in / name
     try:
         held = kept.read_bytes()
         if hashlib.sha256(held[32:]).digest() == held[:32]:

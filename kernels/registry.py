@@ -61,27 +61,3 @@ def _reasons(declined: dict[str, str]) -> str:
 def always(device: torch.device, **traits: Any) -> str | None:
     """A reference serves everything."""
     return None
-
-
-def report(device: torch.device, head_dim: int = 128) -> list[dict[str, Any]]:
-    """For each kernel: the backend that would serve a usual model on `device` and why the others decline."""
-    from kernels.attention_decode import KV4_DECODE
-    from kernels.attention_prefill import ATTENTION
-    from kernels.int8_gemm import INT8_GEMM
-    from kernels.kv4_pack import KV4_LAYOUT
-
-    rows = []
-    for kernel, traits in (
-        (INT8_GEMM, {}),
-        (ATTENTION, {"head_dim": head_dim, "dtype": torch.bfloat16}),
-        (KV4_LAYOUT, {"head_dim": head_dim}),
-        (KV4_DECODE, {"head_dim": head_dim}),
-    ):
-        choice = kernel.choose(device, **traits)
-        others = {
-            b.name: b.declines(device, **traits) or "a better one serves"
-            for b in kernel.backends
-            if b is not choice.backend
-        }
-        rows.append({"kernel": kernel.name, "chosen": choice.backend.name, "declined": others})
-    return rows

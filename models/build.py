@@ -15,7 +15,7 @@ from models.config import ModelConfig
 from models.decoder import Decoder, Layer
 from models.errors import BadCheckpoint
 from quant import kv4
-from quant.w8a8 import DenseLinear, Linear, W8A8Linear
+from quant.w8a8 import DenseLinear, Linear, W8A8Head, W8A8Linear, dense_dtype, int8_head
 
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -36,6 +36,7 @@ class Build:
     place: Callable[[Tensor], Tensor]
     rotate_values: bool
     rotate_residual: bool
+    device: torch.device
 
 
 def build_decoder(
@@ -50,12 +51,12 @@ def build_decoder(
     wanted = [{n.split(".", 3)[3] for n in shapes if n.startswith(f"model.layers.{i}.")} for i in range(len(parts))]
     layers: list[Layer | None] = [None] * config.num_layers
     top: dict[str, Tensor] = {}
-    turn = kv4.rotation(config.hidden_size) if how.rotate_residual else None
+    turn = kv4.rotation(config.hidden_size).to(how.device) if how.rotate_residual else None
     for count, (name, tensor) in enumerate(tensors):
         if name.startswith("model.layers."):
             index, rest = name.removeprefix("model.layers.").split(".", 1)
             i = int(index)
-            parts[i][rest] = tensor
+            parts[i][rest] = tensor.to(how.device)
             if parts[i].keys() == wanted[i]:
                 layers[i] = _LayerBuild(config, how, turn, how.mask[i], parts[i]).layer()
                 parts[i] = {}
@@ -66,15 +67,14 @@ def build_decoder(
     if missing:
         raise BadCheckpoint(f"The checkpoint lacks tensors of: {', '.join(sorted(missing))}.")
     embedding = how.place(top[_EMBEDDING])
-    device = embedding.device
     head = how.make_head(embedding if config.tied_embeddings else how.place(top[_HEAD]), None)
     return Decoder(
         config,
         embedding,
-        [layer.to(device) for layer in layers if layer is not None],
-        top[_NORM].to(device, torch.float32),
+        [layer for layer in layers if layer is not None],
+        top[_NORM].to(how.device, torch.float32),
         head,
-        None if turn is None else turn.to(device),
+        turn,
     )
 
 
@@ -89,7 +89,6 @@ def load_decoder(
     """The decoder of a checkpoint with "w8a8", "bf16" or (for comparisons) "fp32" weights on `device`."""
 
     def linear(weight: Tensor, bias: Tensor | None) -> Linear:
-        weight, bias = weight.to(device), None if bias is None else bias.to(device)
         if weights == "w8a8":
             return W8A8Linear.from_float(weight, bias)
         return DenseLinear(weight.to(torch.float32 if weights == "fp32" else torch.bfloat16), bias)
@@ -97,17 +96,13 @@ def load_decoder(
     how = Build(
         mask,
         linear,
-        DenseLinear,
+        W8A8Head if weights == "w8a8" and int8_head(device) else DenseLinear,
         lambda tensor: tensor.to(device=device, dtype=dense_dtype(device)),
         rotate_values=shape.rotated,
         rotate_residual=weights == "w8a8",
+        device=device,
     )
     return build_decoder(checkpoint.config, checkpoint.tensors(), how, progress)
-
-
-def dense_dtype(device: torch.device) -> torch.dtype:
-    """dtype of embedding and head: fp32 on a CPU, where bf16 logits would tie and gain no time."""
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 class _LayerBuild:
@@ -120,15 +115,18 @@ class _LayerBuild:
         self._how = how
         self._turn = turn
         self._parts = parts
-        self._order = torch.from_numpy(np.argsort(~mask, kind="stable"))  # retrieval heads first
+        self._order = torch.from_numpy(np.argsort(~mask, kind="stable")).to(how.device)  # retrieval heads first
         self._kept = int(mask.sum())
         self._group = config.num_heads // config.num_kv_heads
+        self._rotation = kv4.rotation(config.head_dim).to(how.device)
 
     def layer(self) -> Layer:
         """The converted layer."""
         folded = self._turn is not None
         d = self._config.head_dim
-        pairs = torch.arange(d).view(2, d // 2).T.flatten()  # channels i and i + d / 2 become neighbours
+        pairs = (
+            torch.arange(d, device=self._how.device).view(2, d // 2).T.flatten()
+        )  # channels i and i + d / 2 become neighbours
 
         def norm(name: str, order: Tensor | None = None) -> Tensor | None:
             weight = self._parts.get(f"{name}.weight")
@@ -178,7 +176,7 @@ class _LayerBuild:
                 heads = heads[:, :, pairs]
             elif self._how.rotate_values and self._kept:
                 heads = heads.float()
-                heads[: self._kept] = kv4.rotation(self._config.head_dim).T @ heads[: self._kept]
+                heads[: self._kept] = self._rotation.T @ heads[: self._kept]
             return heads.flatten(0, 2)
 
         return arrange(weight), None if bias is None else arrange(bias[:, None])[:, 0]
@@ -190,7 +188,7 @@ class _LayerBuild:
         heads = weight.unflatten(1, (-1, self._group, d))[:, self._order]
         if self._how.rotate_values and self._kept:
             heads = heads.float()
-            heads[:, : self._kept] = heads[:, : self._kept] @ kv4.rotation(d)
+            heads[:, : self._kept] = heads[:, : self._kept] @ self._rotation
         return heads.flatten(1), bias
 
 

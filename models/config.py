@@ -19,6 +19,7 @@ _ARCHITECTURES: dict[str, Family] = {
     "Qwen3ForCausalLM": "qwen3",
 }
 _MOST = 10**12  # no size, length or base of a real model comes near; larger ones overflow further down
+_MOST_LAYERS = 4096  # every layer is listed tensor by tensor: a damaged number must not take minutes and gigabytes
 # Keys of related models that change the arithmetic: refused when set, since ignoring them gives a wrong model.
 _MUST_BE_UNSET = (
     "quantization_config",
@@ -105,7 +106,7 @@ class ModelConfig:
         kv_heads = _integer(data, "num_key_value_heads", kv_heads)
         hidden = _integer(data, "hidden_size")
         head_dim = _integer(data, "head_dim", 128 if family == "qwen3" and "head_dim" not in data else hidden // heads)
-        layers = _integer(data, "num_hidden_layers")
+        layers = _integer(data, "num_hidden_layers", most=_MOST_LAYERS)
         if heads % kv_heads:
             raise BadCheckpoint(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}.")
         if head_dim < 4 or head_dim % 2:
@@ -296,12 +297,12 @@ def _require(data: Mapping[str, Any], key: str, default: object) -> Any:
     return value
 
 
-def _integer(data: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
+def _integer(
+    data: Mapping[str, Any], key: str, default: int | None = None, least: int = 1, most: int = _MOST
+) -> int:
     value = _require(data, key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
-        raise BadCheckpoint(
-            f"{key} = {value!r} in the model's config must be a whole number from {least} to {_MOST:,}."
-        )
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise BadCheckpoint(f"{key} = {value!r} in the model's config must be a whole number from {least} to {most:,}.")
     return value
 
 

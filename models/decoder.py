@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,14 +29,6 @@ class Layer:
     q_norm: Tensor | None
     k_norm: Tensor | None
     retrieval: int  # KV heads that keep everything
-
-    def to(self, device: torch.device) -> Layer:
-        """The same layer with its norms on `device`, where its linear layers are already."""
-        first, second, q, k = (
-            None if norm is None else norm.to(device)
-            for norm in (self.attention_norm, self.mlp_norm, self.q_norm, self.k_norm)
-        )
-        return replace(self, attention_norm=first, mlp_norm=second, q_norm=q, k_norm=k)
 
 
 class Decoder:
@@ -68,11 +60,11 @@ class Decoder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights; a tied head counts once."""
+        """Bytes of all weights; what a tied head shares with the embedding counts once."""
         linear = sum(x.nbytes for layer in self.layers for x in (layer.qkv, layer.output, layer.gate_up, layer.down))
-        tied = 0 if self.config.tied_embeddings else self.head.nbytes
+        shared = self.embedding.nbytes if self.config.tied_embeddings else 0
         turn = 0 if self.turn is None else self.turn.nbytes
-        return linear + self.embedding.nbytes + tied + turn
+        return linear + self.embedding.nbytes + self.head.nbytes - shared + turn
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: DuoCache) -> Tensor:

@@ -39,9 +39,11 @@ class HeadPattern:
         if not np.isfinite(scores).all():
             layer, head = np.argwhere(~np.isfinite(scores))[0]
             raise BadPattern(f"The score of layer {layer}, head {head} is {scores[layer, head]}: it must be finite.")
-        for name, value in (("sink", self.sink), ("recent", self.recent)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise BadPattern(f"{name} = {value!r} in {self.source} must be a whole number of tokens, 0 or more.")
+        for name, value, least in (("sink", self.sink, 0), ("recent", self.recent, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise BadPattern(
+                    f"{name} = {value!r} in {self.source} must be a whole number of tokens, {least} or more."
+                )
         scores.setflags(write=False)
         object.__setattr__(self, "scores", scores)
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from models.cache.duo import DuoCache
+from models.cache.plan import SNAPSHOTS
 
 _PER_CHAT = 3  # the newest end of a chat, the one before it, and one inside its last prompt
-_IN_ALL = 24  # each also holds its own windows, so their number is limited, not only the pool
+_IN_ALL = SNAPSHOTS - 2  # each holds its own windows; one more sequence runs, and its fork waits to be kept
 
 
 @dataclass
@@ -54,12 +55,11 @@ class PrefixStore:
             self._drop(oldest)
             own = [k for k in own if k is not oldest]
 
-    def drop_oldest(self, but: DuoCache | None = None) -> bool:
-        """Gives back the least recently used cache other than `but`; False when there is none."""
-        others = [k for k in self._kept if k.cache is not but]
-        if not others:
+    def drop_oldest(self) -> bool:
+        """Gives back the least recently used cache; False when there is none."""
+        if not self._kept:
             return False
-        self._drop(min(others, key=lambda k: k.used))
+        self._drop(min(self._kept, key=lambda k: k.used))
         return True
 
     def _drop(self, kept: _Kept) -> None:

@@ -15,9 +15,10 @@ from app.engine.prefix import PrefixStore
 from app.engine.sizing import fit, free_bytes, peak_bytes, resolve_shape, usable
 from app.engine.types import Memory
 from app.errors import ContextTooLong
-from kernels import registry
+from kernels import nvrtc
 from models.build import load_decoder
 from models.cache.duo import DuoCache
+from models.cache.kernels import kernel_report
 from models.cache.plan import MemoryPlan
 from models.cache.pool import BlockPool
 from models.cache.shape import BLOCK
@@ -52,12 +53,13 @@ class Slot:
 
         Where the prompt ends, a copy is kept from just before, so that the same prompt can be asked again.
         """
-        end = self.length + len(chunk_ids)
-        early = (end - 1) // BLOCK * BLOCK - self.length
-        if end == len(self._prompt) and 0 < early < len(chunk_ids):
-            self._read(chunk_ids[:early])
-            self._early = list(self._ids), self._cache.fork()
-            chunk_ids = chunk_ids[early:]
+        if self.length + len(chunk_ids) == len(self._prompt):
+            early = max(0, (len(self._prompt) - 1) // BLOCK * BLOCK - self.length)
+            if early:
+                self._read(chunk_ids[:early])
+                chunk_ids = chunk_ids[early:]
+            if self.length > self.cached:
+                self._early = list(self._ids), self._cache.fork()
         return self._read(chunk_ids)
 
     def decode(self, token_id: int) -> Tensor:
@@ -67,9 +69,18 @@ class Slot:
     def _read(self, ids: Sequence[int]) -> Tensor:
         runner = self._runner
         runner.make_room(self._cache, self.length + len(ids))
-        hidden = runner.decoder.forward(torch.tensor(ids, dtype=torch.int64), self._cache)
+        try:
+            hidden = runner.decoder.forward(torch.tensor(ids, dtype=torch.int64), self._cache)
+            logits = runner.decoder.logits(hidden[-1:])[0]
+            if logits.is_cuda:
+                torch.cuda.synchronize(logits.device)  # the time of a chunk is told, not that of its launch
+        except torch.OutOfMemoryError:
+            # What was kept for later holds memory of its own: without it a request of a fitting size works again.
+            while runner.prefixes.drop_oldest():
+                pass
+            raise
         self._ids += ids
-        return runner.decoder.logits(hidden[-1:])[0]
+        return logits
 
     def publish(self, chat_id: str) -> None:
         """Keeps the committed tokens for the chat's next turn; the slot must not be used after it."""
@@ -155,12 +166,14 @@ def build_runner(
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    nvrtc.keep_in(settings.cache_dir / "kernels")
     config = checkpoint.config
     mask, shape = resolve_shape(config, pattern, settings, device)
     plan, chunk = fit(config, shape, settings, device, free_bytes(device))
     decoder = load_decoder(checkpoint, mask, settings.weights, shape, device, progress)
-    spare = max(0, usable(device, free_bytes(device)) - plan.workspace_bytes)
-    contexts = min(_CHATS, max(1, spare // max(1, plan.retrieval_bytes)))
+    history = plan.context * plan.bytes_per_token
+    spare = usable(device, free_bytes(device)) - (plan.total_bytes - plan.weights_bytes - history)
+    contexts = min(_CHATS, max(1, spare // max(1, history)))
     pool = BlockPool(shape, contexts * -(-plan.context // BLOCK), device)
     described = {
         "weights": settings.weights,
@@ -169,6 +182,6 @@ def build_runner(
         "sink": shape.sink,
         "recent": shape.recent,
         "chunk": chunk,
-        "backends": {row["kernel"]: row["chosen"] for row in registry.report(device, config.head_dim)},
+        "backends": {row["kernel"]: row["chosen"] for row in kernel_report(device, shape)},
     }
     return Runner(decoder, pool, plan, chunk, described)

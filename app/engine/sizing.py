@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from app.config import Settings
-from models.build import dense_dtype
+from app.errors import UsageError
 from models.cache.plan import MemoryPlan, plan_memory
 from models.cache.shape import BLOCK, CacheShape
 from models.config import ModelConfig
@@ -48,10 +48,12 @@ def fit(
 
     Raises DoesNotFit when the context was asked for, or when not even one block fits.
     """
-    wanted = min(settings.context or config.max_positions, config.max_positions)
+    wanted = settings.context or config.max_positions
+    if wanted > config.max_positions:
+        raise UsageError(f"--context is {wanted:,}; this model's window is {config.max_positions:,} tokens.")
     limit = usable(device, free)
     for chunk in (settings.chunk,) if settings.chunk else CHUNKS[device.type]:
-        plan = plan_memory(config, shape, settings.weights, wanted, chunk, dense_dtype(device).itemsize)
+        plan = plan_memory(config, shape, settings.weights, wanted, chunk, device)
         if plan.total_bytes <= limit:
             return plan, chunk
     longest = plan.longest(limit)
@@ -65,7 +67,7 @@ def fit(
             longest,
         )
     log.warning("context limited to %d of %d tokens by memory", longest, wanted)
-    return plan_memory(config, shape, settings.weights, longest, chunk, dense_dtype(device).itemsize), chunk
+    return plan_memory(config, shape, settings.weights, longest, chunk, device), chunk
 
 
 def usable(device: torch.device, free: int) -> int:

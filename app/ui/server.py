@@ -47,16 +47,17 @@ class Guard:
     The names matter: a foreign page whose host name points at 127.0.0.1 would otherwise be same-origin with this one.
     """
 
-    def __init__(self, app: ASGIApp, local: bool) -> None:
+    def __init__(self, app: ASGIApp, local: bool, host: str) -> None:
         self.app = app
         self.local = local
+        self.names = _LOCAL_NAMES | {host}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         host = Headers(scope=scope).get("host", "")
-        if self.local and host.rsplit(":", 1)[0] not in _LOCAL_NAMES and host not in _LOCAL_NAMES:
+        if self.local and host.rsplit(":", 1)[0] not in self.names and host not in self.names:
             await PlainTextResponse("This server answers to localhost only.", 421)(scope, receive, send)
             return
 
@@ -124,7 +125,7 @@ def create_app(service: ChatService, settings: Settings) -> FastAPI:
 
     app = FastAPI(title="Octavo", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.add_route("/uploads", uploads.receive, methods=["PUT"])
-    app.add_middleware(Guard, local=is_local(settings.host))
+    app.add_middleware(Guard, local=is_local(settings.host), host=settings.host)
     return mount_page(app, service, loading, uploads)
 
 

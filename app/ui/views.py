@@ -272,7 +272,10 @@ def _answer_text(answer: Answer) -> str:
     note = _note(answer)
     if not answer.text and not note:
         return '<span class="oc-dots" aria-label="Working"><i></i><i></i><i></i></span>'
-    return answer.text + (f'\n\n<div class="{note[0]}">{escape(note[1])}</div>' if note else "")
+    if not note:
+        return answer.text
+    fence = "\n```" if answer.text.count("```") % 2 else ""  # else the note becomes part of the code
+    return f'{answer.text}{fence}\n\n<div class="{note[0]}">{escape(note[1])}</div>'
 
 
 def _note(answer: Answer) -> tuple[str, str] | None:

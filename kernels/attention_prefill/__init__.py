@@ -16,7 +16,7 @@ ATTENTION = Kernel(
 )
 
 
-def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
-    """Joins two attentions of the same queries over disjoint keys: out [..., n, d], lse [..., n] in natural log."""
-    weight = torch.sigmoid(other_lse - lse).to(out.dtype)
-    return torch.lerp(out, other, weight[..., None])
+def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Joins, in place, two attentions of the same queries over disjoint keys: out [..., n, d], lse [..., n] natural."""
+    out.lerp_(other.to(out.dtype), torch.sigmoid(other_lse - lse).to(out.dtype)[..., None])
+    torch.logaddexp(lse, other_lse, out=lse)

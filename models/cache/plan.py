@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from models.cache.retrieval import TILE
 from models.cache.shape import BLOCK, CacheShape
 from models.config import ModelConfig
+from quant.w8a8 import dense_dtype, int8_head
+
+SNAPSHOTS = 10  # sequences with unpacked blocks and windows of their own: those kept for later, one running, its fork
 
 
 @dataclass(frozen=True)
@@ -44,26 +49,30 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: ModelConfig, shape: CacheShape, weights: str, context: int, chunk: int, dense_itemsize: int
+    config: ModelConfig, shape: CacheShape, weights: str, context: int, chunk: int, device: torch.device
 ) -> MemoryPlan:
-    """The plan for `weights` ("w8a8" or "bf16"); embedding and head take `dense_itemsize` bytes an element."""
+    """The plan for `weights`, "w8a8" or "bf16", on `device`, which need not exist."""
     return MemoryPlan(
         context,
         shape.bytes_per_token,
-        weights_bytes(config, weights, dense_itemsize),
-        context * shape.bytes_per_token + shape.exact_bytes,
-        shape.window_bytes,
+        weights_bytes(config, weights, device),
+        context * shape.bytes_per_token + SNAPSHOTS * shape.exact_bytes,
+        SNAPSHOTS * shape.window_bytes,
         workspace_bytes(config, shape, chunk),
     )
 
 
-def weights_bytes(config: ModelConfig, weights: str, dense_itemsize: int) -> int:
+def weights_bytes(config: ModelConfig, weights: str, device: torch.device) -> int:
     """Bytes of all weights as the decoder holds them: norms and biases in fp32, scales a channel with int8."""
-    total = 4 * config.hidden_size**2 if weights == "w8a8" else 0  # the residual stream's rotation
+    total = 0
+    if weights == "w8a8":
+        total += 4 * config.hidden_size**2  # the residual stream's rotation
+        if int8_head(device):
+            total += config.vocab_size * (config.hidden_size + 4)  # beside the unquantised one
     for name, shape in config.tensor_shapes().items():
         elements = shape[0] * shape[-1] if len(shape) == 2 else shape[0]
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
-            total += elements * dense_itemsize
+            total += elements * dense_dtype(device).itemsize
         elif len(shape) == 1:
             total += 4 * elements
         else:
@@ -75,8 +84,9 @@ def workspace_bytes(config: ModelConfig, shape: CacheShape, chunk: int) -> int:
     """Bytes of activations and scratch while a chunk of `chunk` tokens is read, at its widest point."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     residual = 4 * config.hidden_size
-    attention = (4 + 4) * heads + 3 * 4 * config.num_heads * config.head_dim
-    mlp = (2 * 4 + 4 + 1) * config.intermediate_size
+    held = 4 * heads + 4 * config.num_heads * config.head_dim  # q, k, v and the attended heads live to the layer's end
+    attention = 4 * heads + 2 * 4 * config.num_heads * config.head_dim
+    mlp = 2 * (4 + 4) * config.intermediate_size + config.hidden_size  # gate and up as int32 and as fp32
     widest_heads = max(shape.retrieval_heads)
     scratch = 2 * widest_heads * (TILE + chunk + 2 * BLOCK) * config.head_dim * shape.compute_dtype.itemsize
-    return chunk * (residual + max(attention, mlp)) + scratch + 4 * config.vocab_size
+    return chunk * (residual + held + max(attention, mlp)) + scratch + 4 * config.vocab_size

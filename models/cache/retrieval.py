@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.attention_decode import KV4_DECODE
-from kernels.attention_prefill import ATTENTION, merge
+from kernels.attention_prefill import ATTENTION, merge_
 from models.cache.pool import BlockPool
 from models.cache.shape import BLOCK
 
@@ -73,9 +73,9 @@ class RetrievalHeads:
             rows = grouped[None].to(self.shape.compute_dtype)
             exact = (x[None].to(rows.dtype) for x in (exact_k, exact_v))
             out, lse = self._attend(rows, *exact, scale=self._scale)
-            for keys, values in self.pool.read(slots, ids[:blocks], TILE):
-                out, lse = self._join(out, lse, *self._attend(rows, keys[None], values[None], scale=self._scale))
             out = out.float()
+            for keys, values in self.pool.read(slots, ids[:blocks], TILE):
+                merge_(out, lse, *self._attend(rows, keys[None], values[None], scale=self._scale))
         if within == BLOCK - 1 and block:
             self.pool.write(slots, ids[block - 1 : block], self.keys[slots, BLOCK:], self.values[slots, BLOCK:])
         return out.reshape(1, -1, q.shape[-1])
@@ -87,10 +87,6 @@ class RetrievalHeads:
             self._table[self._listed : blocks] = new.to(self._table.device)
             self._listed = blocks
         return self._table[:blocks]
-
-    @staticmethod
-    def _join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-        return merge(out, lse, other, other_lse), torch.logaddexp(lse, other_lse)
 
     def _many(self, slots: slice, q: Tensor, k: Tensor, v: Tensor, length: int, ids: Sequence[int]) -> Tensor:
         """A chunk, laid out in whole blocks from the start of the block that its first token falls in."""
@@ -105,10 +101,10 @@ class RetrievalHeads:
         complete = filled // BLOCK
         # Zeros around the chunk: rows in front of it are not used, keys behind it are in nobody's past.
         own_k, own_v = (F.pad(x.to(dtype), (0, 0, 0, blocks * BLOCK - filled)) for x in (k, v))
-        queries = q.new_zeros(blocks * BLOCK, heads * shape.group, d, dtype=dtype)
-        queries[before:filled] = q
         # Rows of one KV head lie together, block by block, so that any stretch of blocks is one product's queries.
-        queries = queries.view(blocks, BLOCK, heads, shape.group, d).permute(2, 0, 3, 1, 4).contiguous()
+        queries = q.new_empty(heads, blocks, shape.group, BLOCK, d, dtype=dtype)
+        padded = F.pad(q, (0, 0, 0, 0, before, blocks * BLOCK - filled))
+        queries.permute(1, 3, 0, 2, 4).copy_(padded.view(blocks, BLOCK, heads, shape.group, d))
         rows = shape.group * BLOCK
 
         diagonal, lse = self._attend(
@@ -190,6 +186,4 @@ class _Sums:
     def add(self, start: int, end: int, keys: Tensor, values: Tensor) -> None:
         """Rows start..end - 1 also see keys, values [heads, m, d]."""
         other, other_lse = self._attend(self._queries[None, :, start:end], keys[None], values[None], scale=self._scale)
-        out, lse = self._out[:, start:end], self._lse[:, start:end]
-        out.copy_(merge(out, lse, other[0].float(), other_lse[0]))
-        lse.copy_(torch.logaddexp(lse, other_lse[0]))
+        merge_(self._out[:, start:end], self._lse[:, start:end], other[0], other_lse[0])

@@ -13,7 +13,7 @@ from app.errors import UsageError
 
 
 def test_defaults_are_the_promised_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OCTAVO_MODEL", "OCTAVO_CACHE", "OCTAVO_DATA"):
+    for name in ("OCTAVO_MODEL", "OCTAVO_CACHE"):
         monkeypatch.delenv(name, raising=False)
     settings = Settings()
     assert (settings.model, settings.weights, settings.kv) == (None, "w8a8", "kv4")

@@ -105,11 +105,12 @@ def test_without_model_the_hardware_decides(monkeypatch: pytest.MonkeyPatch, hub
     assert find_model(settings).note == ""
     assert hub == []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for size, name in ((80 << 30, DEFAULT_HUB_MODEL), (4 << 30, "SmolLM2-135M-Instruct")):
-        properties = type("Properties", (), {"total_memory": size})
+    small = "SmolLM2-135M-Instruct"
+    for size, major, name in ((80 << 30, 8, DEFAULT_HUB_MODEL), (32 << 30, 7, small), (4 << 30, 8, small)):
+        properties = type("Properties", (), {"total_memory": size, "major": major, "name": "a card"})
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, value=properties: value)
         assert find_model(settings).name == name
-    assert "too small" in find_model(settings).note
+    assert "a card has less" in find_model(settings).note
     properties.total_memory = 80 << 30
     no_hub(monkeypatch, errors.LocalEntryNotFoundError("x"))
     assert "Until then the small embedded model" in find_model(settings).note
@@ -146,8 +147,8 @@ def test_the_pattern_is_the_given_one_the_published_one_the_shipped_one_or_none(
 
 
 def test_the_plan_of_llama3_8b_is_the_arithmetic(config_file: Path) -> None:
-    plan, window = plan_context(Settings(), 4_194_304, config_file)
-    assert (plan.bytes_per_token, window) == (17_408, 4_194_304)
+    plan, config, _ = plan_context(Settings(), 4_194_304, config_file)
+    assert (plan.bytes_per_token, config.max_positions) == (17_408, 4_194_304)
     assert 68 << 30 <= plan.retrieval_bytes < 69 << 30
     for kv, bytes_per_token in (("kv4", 2 * 17_408), ("bf16", 131_072)):
         settings = Settings.from_mapping({"kv": kv, "retrieval_ratio": 1.0})
@@ -156,8 +157,8 @@ def test_the_plan_of_llama3_8b_is_the_arithmetic(config_file: Path) -> None:
 
 def test_the_plan_of_the_embedded_model_needs_no_pattern(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(app.model, "_PATTERNS", tmp_path)
-    plan, window = plan_context(Settings(model="embedded"), 8192, gpu=False)
-    assert window == 8192
+    plan, config, _ = plan_context(Settings(model="embedded"), 8192, gpu=False)
+    assert config.max_positions == 8192
     assert plan.bytes_per_token == 30 * 3 * 2 * (64 // 2 + 4)
     assert 130e6 < plan.weights_bytes < 270e6
 

@@ -84,6 +84,18 @@ def test_the_same_prompt_again_reads_its_last_block_only_and_answers_the_same(ru
     again.discard()
 
 
+@pytest.mark.parametrize("length", [301, 385, 600, 129])
+def test_asking_again_reads_at_most_a_block_or_the_last_chunk(runner, prose_ids, length):
+    """Whatever the prompt's length over the chunk of 300, also where its last chunk lies inside one block."""
+    prompt = prose_ids[4000 + length : 4000 + 2 * length]
+    slot = runner.start(prompt, "d")
+    _read(runner, slot, prompt)
+    slot.publish("d")
+    again = runner.start(prompt, "d")
+    assert length - again.cached <= BLOCK
+    again.discard()
+
+
 def test_a_stopped_prefill_goes_on_where_it_was(runner, prose_ids):
     prompt = prose_ids[2000:2900]
     slot = runner.start(prompt, "c")
@@ -132,7 +144,7 @@ def test_planned_weights_are_what_a_decoder_holds(weights):
     settings = Settings(weights=weights)
     mask, shape = resolve_shape(checkpoint.config, None, settings, CPU)
     decoder = load_decoder(checkpoint, mask, weights, shape, CPU)
-    plan = plan_memory(checkpoint.config, shape, weights, 1024, 512, 4)
+    plan = plan_memory(checkpoint.config, shape, weights, 1024, 512, CPU)
     assert decoder.nbytes == pytest.approx(plan.weights_bytes, rel=0.002)
 
 
@@ -143,14 +155,15 @@ def _plan_8b(context, ratio=0.5, limit=None):
     shape = CacheShape.for_model(config, mask, "kv4", 128, 256, torch.device("cuda"))
     if limit:
         return fit(config, shape, Settings(context=context), torch.device("cuda"), limit)[0]
-    return plan_memory(config, shape, "w8a8", context, 8192, 2)
+    return plan_memory(config, shape, "w8a8", context, 8192, torch.device("cuda"))
 
 
 def test_plan_of_the_main_model_at_its_whole_window_fits_80_gb():
     plan = _plan_8b(4_194_304)
     assert plan.bytes_per_token == 17_408
     assert 8.4 < plan.weights_bytes / 2**30 < 8.6
-    assert plan.total_bytes < 79.15 * 2**30
+    card = int(79.15 * 2**30)
+    assert _plan_8b(None, limit=card).context == 4_194_304
     assert _plan_8b(4_194_304, ratio=1.0).total_bytes > 130 * 2**30
 
 

@@ -93,7 +93,7 @@ def test_a_graph_serves_every_length(poisoned):
 
 
 def test_machine_code_is_kept_and_a_damaged_file_is_replaced(monkeypatch, tmp_path):
-    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+    monkeypatch.setattr(nvrtc, "_kept_in", tmp_path / "kernels")
     defines = {"HEAD_DIM": 64, "WARPS": 4, "STAGES": 2}
     device = torch.device("cuda", 0)
     nvrtc.Program(fragment.SOURCE, defines, device)

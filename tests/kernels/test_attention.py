@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.attention_decode import KV4_DECODE, Packed
-from kernels.attention_prefill import ATTENTION, merge, ref
+from kernels.attention_prefill import ATTENTION, merge_, ref
 from kernels.kv4_pack import KV4_LAYOUT
 from quant import kv4
 
@@ -65,18 +65,18 @@ def test_merge_of_disjoint_keys_is_attention_over_all():
     want, want_lse = ref.attend(q, k, v, scale=1.0)
     out, lse = ref.attend(q, k[:, :, :13], v[:, :, :13], scale=1.0)
     other, other_lse = ref.attend(q, k[:, :, 13:], v[:, :, 13:], scale=1.0)
-    torch.testing.assert_close(merge(out, lse, other, other_lse), want, rtol=0, atol=1e-5)
-    torch.testing.assert_close(torch.logaddexp(lse, other_lse), want_lse, rtol=0, atol=1e-5)
+    merge_(out, lse, other, other_lse)
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse, want_lse, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", KV4_DECODE.backends, ids=lambda b: b.name)
+@pytest.mark.parametrize(
+    "backend", [b for b in KV4_DECODE.backends if b.declines(CPU, head_dim=64) is None], ids=lambda b: b.name
+)
 @pytest.mark.parametrize(
     ("d", "group", "runs"), [(64, 3, (128,)), (64, 1, (256, 128, 1024)), (128, 8, (384,)), (64, 4, ())]
 )
 def test_decode_equals_float64_on_the_same_codes(backend, d, group, runs):
-    reason = backend.declines(CPU, head_dim=d)
-    if reason:
-        pytest.skip(reason)
     layout = KV4_LAYOUT.choose(CPU, head_dim=d).backend.run
     heads, exact = 3, 200
     q = torch.randn(heads, group, d) * 2

@@ -238,3 +238,8 @@ def assert_config_or_model_error(data: dict[str, Any]) -> None:
         return
     table = Rope(config.rope, config.head_dim, config.max_positions).table(torch.tensor([0]))
     assert table.isfinite().all()
+
+
+def test_an_absurd_number_of_layers_is_refused_at_once() -> None:
+    with pytest.raises(BadCheckpoint, match=r"num_hidden_layers = 2147483647.*4,096"):
+        ModelConfig.from_hf({**OLD, "num_hidden_layers": 2**31 - 1})

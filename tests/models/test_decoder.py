@@ -128,7 +128,7 @@ def test_turning_the_residual_stream_changes_nothing(tiny):
         want = model(ids[None]).logits[0]
     checkpoint = open_checkpoint(folder)
     shape = CacheShape.for_model(checkpoint.config, _all_heads(checkpoint.config), "fp32", 4, 16, CPU)
-    how = Build(_all_heads(checkpoint.config), DenseLinear, DenseLinear, torch.Tensor.float, False, True)
+    how = Build(_all_heads(checkpoint.config), DenseLinear, DenseLinear, torch.Tensor.float, False, True, CPU)
     out = _logits(build_decoder(checkpoint.config, checkpoint.tensors(), how), shape, ids, [50])
     assert (out - want).abs().max() <= 1e-3
 

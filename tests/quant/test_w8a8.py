@@ -5,7 +5,7 @@ import torch
 
 from kernels.act_quant import quantize_rows, rms_norm_quantize
 from kernels.norm_rope import rms_norm
-from quant.w8a8 import DenseLinear, W8A8Linear, add_product, quantize_weight
+from quant.w8a8 import DenseLinear, W8A8Head, W8A8Linear, add_product, quantize_weight
 
 
 def test_codes_are_within_half_a_step_and_symmetric():
@@ -44,3 +44,14 @@ def test_adding_a_product_equals_the_sum(kind, bias):
     want = total + layer(rows)
     add_product(total, layer, rows)
     torch.testing.assert_close(total, want, rtol=1e-5, atol=1e-5)
+
+
+def test_the_int8_head_decides_as_the_unquantised_one():
+    weight, x = torch.randn(3000, 48), torch.randn(20, 48) * 3
+    head = W8A8Head(weight)
+    exact = x @ weight.T
+    logits = head(head.prepare(x))
+    best = exact.topk(20, -1).indices
+    torch.testing.assert_close(logits.gather(-1, best), exact.gather(-1, best), rtol=1e-5, atol=1e-4)
+    assert torch.equal(logits.argmax(-1), exact.argmax(-1))
+    assert (logits - exact).norm() < 0.02 * exact.norm()

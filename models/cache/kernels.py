@@ -1,0 +1,32 @@
+"""Which backend of each kernel serves a cache of a given shape, and why the others do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernels.attention_decode import KV4_DECODE
+from kernels.attention_prefill import ATTENTION
+from kernels.int8_gemm import INT8_GEMM
+from kernels.kv4_pack import KV4_LAYOUT
+from models.cache.shape import CacheShape
+
+
+def kernel_report(device: torch.device, shape: CacheShape) -> list[dict[str, Any]]:
+    """Rows of kernel, chosen, and declined {backend: reason}; the 4-bit kernels only where the cache has 4 bits."""
+    asked: list[tuple[Any, dict[str, Any]]] = [
+        (INT8_GEMM, {}),
+        (ATTENTION, {"head_dim": shape.head_dim, "dtype": shape.compute_dtype}),
+    ]
+    if shape.bits == 4:
+        packed = {"head_dim": shape.head_dim, "group": shape.group}
+        asked += [(KV4_LAYOUT, packed), (KV4_DECODE, packed)]
+    rows = []
+    for kernel, traits in asked:
+        chosen = kernel.choose(device, **traits).backend
+        others = {
+            b.name: b.declines(device, **traits) or "a better one serves" for b in kernel.backends if b is not chosen
+        }
+        rows.append({"kernel": kernel.name, "chosen": chosen.name, "declined": others})
+    return rows
