@@ -297,9 +297,7 @@ def _require(data: Mapping[str, Any], key: str, default: object) -> Any:
     return value
 
 
-def _integer(
-    data: Mapping[str, Any], key: str, default: int | None = None, least: int = 1, most: int = _MOST
-) -> int:
+def _integer(data: Mapping[str, Any], key: str, default: int | None = None, least: int = 1, most: int = _MOST) -> int:
     value = _require(data, key, default)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise BadCheckpoint(f"{key} = {value!r} in the model's config must be a whole number from {least} to {most:,}.")

@@ -37,7 +37,8 @@ def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     half = 1 << (bits - 1)
     step = ((high - low) / (2 * half - 1)).clamp_min_(_MIN_STEP).to(torch.float16)
     middle = (low + step * half).to(torch.float16)
-    codes = ((x - middle.float()) / step.float()).round_().add_(half).clamp_(0, 2 * half - 1).to(torch.uint8)
+    inverse = step.float().reciprocal_()
+    codes = torch.addcmul(half - middle.float() * inverse, x, inverse).round_().clamp_(0, 2 * half - 1).to(torch.uint8)
     return codes, torch.cat((step, middle), -1)
 
 

@@ -100,7 +100,7 @@ class RetrievalHeads:
         blocks = -(-filled // BLOCK)
         complete = filled // BLOCK
         # Zeros around the chunk: rows in front of it are not used, keys behind it are in nobody's past.
-        own_k, own_v = (F.pad(x.to(dtype), (0, 0, 0, blocks * BLOCK - filled)) for x in (k, v))
+        own_k, own_v = (F.pad(_cast(x, dtype), (0, 0, 0, blocks * BLOCK - filled)) for x in (k, v))
         # Rows of one KV head lie together, block by block, so that any stretch of blocks is one product's queries.
         queries = q.new_empty(heads, blocks, shape.group, BLOCK, d, dtype=dtype)
         padded = F.pad(q, (0, 0, 0, 0, before, blocks * BLOCK - filled))
@@ -156,6 +156,11 @@ class RetrievalHeads:
         if tail and (first or filled > BLOCK):
             self.keys[slots, BLOCK : BLOCK + tail] = k[:, filled - tail :]
             self.values[slots, BLOCK : BLOCK + tail] = v[:, filled - tail :]
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in `dtype`; a CPU goes from fp16 to bf16 six times faster by way of fp32."""
+    return x.float().to(dtype) if x.device.type == "cpu" else x.to(dtype)
 
 
 class _Scratch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +40,22 @@ def _client(app: FastAPI, **options: Any) -> TestClient:
 def test_guard() -> None:
     app = FastAPI()
     app.add_api_route("/", lambda: "hello")
-    app.add_middleware(Guard, local=True)
+    app.add_middleware(Guard, local=True, host="127.0.0.2")
     client = _client(app)
     answer = client.get("/")
     assert answer.status_code == 200
     assert "connect-src 'self'" in answer.headers["content-security-policy"]
-    for host in ("localhost:7860", "[::1]:7860", "[::1]"):
+    for host in ("localhost:7860", "127.0.0.2:7860", "[::1]:7860", "[::1]"):
         assert client.get("/", headers={"host": host}).status_code == 200
     for host in ("evil.example", "evil.example:7860", "127.0.0.1.evil.example", ""):
         assert client.get("/", headers={"host": host}).status_code == 421
 
 
 @pytest.fixture
-def uploads() -> Uploads:
-    return Uploads(max_bytes=1000)
+def uploads() -> Iterator[Uploads]:
+    waiting = Uploads(max_bytes=1000)
+    yield waiting
+    waiting.close()
 
 
 def _upload_client(uploads: Uploads) -> TestClient:
