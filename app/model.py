@@ -160,7 +160,7 @@ def choose_pattern(files: ModelFiles, settings: Settings) -> tuple[HeadPattern |
     shipped = _PATTERNS / files.name
     if (shipped / "config.json").is_file():
         return _told(HeadPattern.load(shipped), settings)
-    return None, "No head pattern for this model: every head keeps everything, and --retrieval-ratio has no effect."
+    return None, "No head pattern for this model: every head keeps everything, whatever the retrieval ratio."
 
 
 def plan_context(
