@@ -1,0 +1,164 @@
+"""The longest context in the memory of an 80 GB card: the 8B model's shape, its whole window, and what the plan said.
+
+Weights and history are random, which neither memory nor speed depends on. Memory is capped to what an A100-80GB gives.
+Before anything is timed, tokens at several depths of the full cache are asked for by their own keys and must come
+back; a chunk of prefill and decode steps then run at the very end of the window.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from app.config import Settings
+from app.engine.sizing import fit, resolve_shape
+from benchmarks._report import at_least, at_most, finish
+from models.build import Build, build_decoder
+from models.cache.duo import DuoCache
+from models.cache.pool import BlockPool
+from models.cache.shape import BLOCK
+from models.config import ModelConfig
+from models.heads import HeadPattern
+from quant.w8a8 import DenseLinear, W8A8Linear
+
+CARD = int(79.15 * 2**30)
+WINDOW = 4_194_304
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": WINDOW,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 45_845_420_000.0,
+}
+# Retrieval heads a layer of the published Gradient-4194k pattern at 50 %: without that pattern, as many in each layer.
+HEADS = (2, 1, 3, 0, 2, 5, 2, 4, 5, 3, 4, 4, 1, 6, 4, 5, 5, 6, 4, 3, 6, 4, 5, 5, 5, 5, 5, 6, 5, 5, 8, 0)
+DECODED = 12
+
+
+class Wrong(Exception):
+    """The cache does not give back what is in it, so neither its size nor its speed means anything."""
+
+
+def main(argv: list[str]) -> int:
+    """Runs the benchmark; exit code 1 when a bar is missed."""
+    parser = argparse.ArgumentParser(prog="python -m app bench capacity", description=__doc__)
+    parser.add_argument("--pattern", type=Path, help="the published head pattern; else an equal synthetic one")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("This benchmark needs an NVIDIA GPU with 80 GB.")
+        return 1
+    device = torch.device("cuda", 0)
+    torch.cuda.set_per_process_memory_fraction(CARD / torch.cuda.get_device_properties(0).total_memory)
+    config = ModelConfig.from_hf(LLAMA_8B)
+    if args.pattern is not None:
+        pattern = HeadPattern.load(args.pattern)
+    else:
+        scores = np.arange(8)[None] < np.array(HEADS)[:, None]
+        pattern = HeadPattern(scores.astype(float), 128, 256, "synthetic")
+    settings = Settings()
+    mask, shape = resolve_shape(config, pattern, settings, device)
+    plan, chunk = fit(config, shape, settings, device, CARD)
+
+    how = Build(
+        mask, W8A8Linear.from_float, DenseLinear, lambda t: t.to(torch.bfloat16), shape.rotated, True, device=device
+    )
+    decoder = build_decoder(config, _random_tensors(config, device), how)
+    pool = BlockPool(shape, -(-plan.context // BLOCK), device)
+    cache = _full_cache(pool, plan.context - chunk - DECODED)
+    for depth in (0.0, 0.5, 1.0):
+        _check(cache, depth)
+
+    # What building took is over; what follows is the engine at work.
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    tokens = torch.randint(0, config.vocab_size, (chunk,))
+    begin = time.perf_counter()
+    logits = decoder.logits(decoder.forward(tokens, cache)[-1:])
+    torch.cuda.synchronize()
+    prefill = time.perf_counter() - begin
+    steps = []
+    for _ in range(DECODED):
+        begin = time.perf_counter()
+        logits = decoder.logits(decoder.forward(logits.argmax(-1), cache))
+        torch.cuda.synchronize()
+        steps.append(1e3 * (time.perf_counter() - begin))
+    if not logits.isfinite().all():
+        raise Wrong("logits at the end of the window are not finite")
+    peak = torch.cuda.max_memory_reserved()
+    # The plan also counts the sequences that are kept for later turns, which this run has none of.
+    planned = plan.total_bytes - (plan.streaming_bytes + plan.retrieval_bytes - plan.context * plan.bytes_per_token)
+    planned += cache.streaming_bytes + shape.exact_bytes
+    bars = [
+        at_least("context in 79.15 GiB", cache.length, "tokens", WINDOW),
+        at_most("peak memory of the process", peak / 2**30, "GiB", 79.15),
+        at_most("plan against the peak", 100 * abs(planned - torch.cuda.max_memory_allocated()) / planned, "%", 2),
+    ]
+    details = {
+        "chunk": chunk,
+        "last_chunk_s": round(prefill, 3),
+        "decode_ms": round(median(steps), 2),
+        "planned_gib": round(planned / 2**30, 3),
+        "allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3),
+        "pattern": pattern.source if args.pattern else "synthetic, as many heads a layer as the published one",
+    }
+    print(details)
+    finish("capacity", argv, bars, details, args.json, torch.get_num_threads())
+    return 0 if all(bar.holds for bar in bars) else 1
+
+
+def _random_tensors(config: ModelConfig, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    torch.manual_seed(0)
+    for name, shape in config.tensor_shapes().items():
+        tensor = torch.randn(shape, device=device, dtype=torch.bfloat16)
+        yield name, tensor.mul_(0.02) if len(shape) == 2 else tensor.abs_()
+
+
+def _full_cache(pool: BlockPool, length: int) -> DuoCache:
+    """A cache of `length` tokens whose every byte is random and whose every scale is of a usual size."""
+    cache = DuoCache(pool)
+    cache.reserve(length)
+    for codes in (pool._keys, pool._values):
+        for head in codes:
+            head.random_(0, 256)
+    for head in pool._scales:
+        head.normal_(0, 0.02)
+        head[..., 0::2].abs_().add_(0.1)
+    for part in (cache._retrieval, cache._streaming):
+        part.keys.normal_()
+        part.values.normal_()
+    cache.length = length
+    return cache
+
+
+def _check(cache: DuoCache, depth: float) -> None:
+    """A query that is a token's own key, many times over, gives back that token's value."""
+    layer = int(np.argmax(np.array(cache.shape.retrieval_heads) > 0))
+    slots, shape = cache.shape.retrieval_slots[layer], cache.shape
+    whole = cache.length // BLOCK - 1
+    block = min(int(depth * whole), whole - 1)
+    ((keys, values),) = cache.pool.read(slots, cache._ids[block : block + 1], BLOCK)
+    at = int(keys[0, :, 0].float().argmax())
+    key, value = keys[:, at].float(), values[:, at].float()
+    q = (40 * key / key.norm(dim=-1, keepdim=True) * shape.head_dim**0.5).repeat_interleave(shape.group, 0)
+    nothing = torch.zeros(1, key.shape[0], shape.head_dim, device=q.device)
+    out = cache._retrieval.copy().attend(layer, q[None], nothing, nothing, cache.length, cache._ids)
+    found = out.view(-1, shape.group, shape.head_dim)
+    error = (found - value[:, None]).norm() / value.norm()
+    print(f"depth {depth:.0%}: token {BLOCK * (block + 1) + at:,} came back, relative error {error:.4f}")
+    if not error < 0.05:
+        raise Wrong(f"the token at depth {depth:.0%} did not come back: relative error {error:.3f}")
