@@ -30,7 +30,7 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """All commands and flags. A flag that is not given is None, so that its default stays in `Settings`."""
-    parser = _Parser(prog="python -m app", description="Chat with documents of up to several million tokens.")
+    parser = _Parser(prog="./launch.sh", description="Chat with documents of up to several million tokens.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     serve = commands.add_parser("serve", help="the page in the browser", description="Serve the page.")

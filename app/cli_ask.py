@@ -19,7 +19,7 @@ from app.documents import Document
 from app.engine.engine import Generation
 from app.engine.types import Done, Failed, Progress, Queued, SamplingParams, Token
 from app.errors import UsageError
-from app.service import ChatService, Selection
+from app.service import ChatService, Selection, check_request
 
 _SETTINGS = ("weights", "kv", "retrieval_ratio", "sink", "recent", "chunk", "backends")
 _ENDS = {
@@ -44,6 +44,7 @@ def ask(
     as_json: bool = False,
 ) -> int:
     """Print an answer as it comes; gives the exit code. `documents` are FILE or FILE:FIRST-LAST."""
+    check_request(question, sampling)
     service = ChatService(settings)
     if (reconfigure := getattr(sys.stdout, "reconfigure", None)) is not None:
         reconfigure(errors="replace")  # a terminal may lack a character of the answer
@@ -73,9 +74,14 @@ def open_source(service: ChatService, name: str) -> Selection:
     """Read FILE, or FILE:PAGE or FILE:FIRST-LAST where no file has that whole name."""
     pages = re.fullmatch(r"(.+):(\d+)(?:-(\d+))?", name)
     if pages is None or Path(name).exists():
+        file, colon, rest = name.rpartition(":")
+        if colon and not Path(name).exists() and Path(file).is_file():
+            raise UsageError(f"{rest!r} is no page range. Give FILE:PAGE or FILE:FIRST-LAST, such as book.pdf:10-25.")
         return Selection.whole(service.add_document(Path(name).expanduser()))
     document: Document = service.add_document(Path(pages[1]).expanduser())
     first, last = int(pages[2]), int(pages[3] or pages[2])
+    if first > last:
+        raise UsageError(f"Pages {first} to {last}: the first page comes after the last. Give FILE:FIRST-LAST.")
     document.slice(first, last)  # refuses pages that are not there before the model is loaded
     return Selection(document, first, last)
 

@@ -25,7 +25,9 @@ def plan(settings: Settings, config: Path | None, gpu_memory: str | None, as_jso
         raise UsageError("Give --model or --config, not both.")
     if settings.context is None:
         raise UsageError("--context is missing: how many tokens to plan for.")
-    limit = parse_size(gpu_memory) if gpu_memory is not None else _this_gpu() or parse_size(_DEFAULT_MEMORY)
+    here = _this_gpu()
+    limit = parse_size(gpu_memory) if gpu_memory is not None else here or parse_size(_DEFAULT_MEMORY)
+    assumed = "" if gpu_memory is not None or here else " (assumed: no GPU here and no --gpu-memory)"
     plan, model, shape = plan_context(settings, settings.context, config)
     window, heads, kept = model.max_positions, model.num_layers * model.num_kv_heads, sum(shape.retrieval_heads)
     longest = min(plan.longest(limit), window)
@@ -49,7 +51,7 @@ def plan(settings: Settings, config: Path | None, gpu_memory: str | None, as_jso
         ("retrieval heads", gib(plan.retrieval_bytes)),
         ("streaming windows", gib(plan.streaming_bytes)),
         ("workspace", gib(plan.workspace_bytes)),
-        ("total", f"{gib(plan.total_bytes)} of {gib(limit)}: {verdict}"),
+        ("total", f"{gib(plan.total_bytes)} of {gib(limit)}{assumed}: {verdict}"),
         ("longest context", f"{longest:,} tokens"),
     ]
     if plan.context > window:

@@ -152,12 +152,7 @@ class ChatService:
         """
         loaded = self._need()
         sampling = sampling or SamplingParams()
-        if not question.strip():
-            raise UsageError("The question is empty.")
-        try:
-            check_sampling(sampling)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+        check_request(question, sampling)
         with chat.asking:
             chat.settle()
             sources = _new_sources(chat, documents)
@@ -233,6 +228,16 @@ class ChatService:
             while total > _CACHED_TOKENS and len(self._tokens) > 1:
                 total -= len(self._tokens.popitem(last=False)[1])
         return ids
+
+
+def check_request(question: str, sampling: SamplingParams) -> None:
+    """Raises UsageError for what can be told to be wrong without a model."""
+    if not question.strip():
+        raise UsageError("The question is empty.")
+    try:
+        check_sampling(sampling)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 class _Loaded:

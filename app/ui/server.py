@@ -147,8 +147,12 @@ def serve(settings: Settings) -> None:
         print(f"Octavo is at http://{shown}:{port} - press Ctrl+C to stop.", flush=True)
         if not is_local(settings.host):
             print("Anyone who can reach this address can use it and read along.", file=sys.stderr, flush=True)
+        server = uvicorn.Server(config)
+        if not settings.debug:
+            # An open page keeps connections; that they are cut when the server is stopped is no error to tell.
+            logging.getLogger("uvicorn.error").addFilter(lambda record: not server.should_exit)
         with suppress(KeyboardInterrupt):
-            uvicorn.Server(config).run(sockets=[sock])
+            server.run(sockets=[sock])
     finally:
         sock.close()
         service.close()

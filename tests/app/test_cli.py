@@ -323,3 +323,37 @@ def run_cli(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "app", *argv], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
+
+
+@pytest.mark.parametrize(
+    ("pages", "told"), [("a-b", "no page range"), ("-1", "no page range"), ("5-3", "after the last")]
+)
+def test_a_wrong_page_range_is_told_as_such(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], pages: str, told: str
+) -> None:
+    (tmp_path / "short.txt").write_text("The code is 4711.")
+    assert main(["ask", "--document", f"{tmp_path / 'short.txt'}:{pages}", "Which?"]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [["--temperature", "-1", "Hi"], ["--max-new-tokens", "0", "Hi"], [" "]])
+def test_what_is_wrong_without_a_model_is_told_before_one_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, wrong: list[str]
+) -> None:
+    def load(service: ChatService, progress: object = None) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(ChatService, "load", load)
+    assert main(["ask", *wrong]) == 2
+
+
+def test_a_terminal_that_lacks_a_character_still_gets_the_answer(
+    monkeypatch: pytest.MonkeyPatch, model: FakeRunner
+) -> None:
+    import io
+
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(["ask", "What is the code?"]) == 0
+    out.flush()
+    assert b"The code is 4711" in out.buffer.getvalue()  # type: ignore[attr-defined]
