@@ -11,6 +11,7 @@ from app.embedded import embedded_model_path
 from app.engine.runner import build_runner
 from app.engine.sizing import fit, resolve_shape
 from app.errors import ContextTooLong
+from benchmarks.capacity import LLAMA_8B
 from models.build import load_decoder
 from models.cache.plan import plan_memory
 from models.cache.shape import BLOCK, CacheShape
@@ -20,20 +21,6 @@ from models.errors import BadPattern, DoesNotFit
 from models.heads import HeadPattern
 
 CPU = torch.device("cpu")
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "vocab_size": 128_256,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 4_194_304,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 45_845_420_000.0,
-}
 
 
 @pytest.fixture(scope="module")
