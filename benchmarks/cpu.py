@@ -29,6 +29,7 @@ from app.config import Settings
 from app.embedded import embedded_model_path
 from app.engine.runner import Runner, build_runner
 from app.tokenizer import Tokenizer
+from benchmarks._peer import transformers_model
 from benchmarks._report import Bar, at_least, at_most, finish
 from models.cache.duo import DuoCache
 from models.checkpoint import Checkpoint, open_checkpoint
@@ -134,25 +135,7 @@ class _Ours:
 
 class _Transformers:
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        c = checkpoint.config
-        config = LlamaConfig(
-            vocab_size=c.vocab_size,
-            hidden_size=c.hidden_size,
-            intermediate_size=c.intermediate_size,
-            num_hidden_layers=c.num_layers,
-            num_attention_heads=c.num_heads,
-            num_key_value_heads=c.num_kv_heads,
-            max_position_embeddings=c.max_positions,
-            rms_norm_eps=c.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": c.rope.theta},
-            tie_word_embeddings=True,
-        )
-        self.model = LlamaForCausalLM(config).eval()
-        self.model.load_state_dict({name: tensor.float() for name, tensor in checkpoint.tensors()}, strict=False)
-        self.model.tie_weights()
-        self.model.to(dtype)
+        self.model = transformers_model(checkpoint).to(dtype)
 
     @torch.inference_mode()
     def run(self, prompt: list[int]) -> tuple[float, float, int]:

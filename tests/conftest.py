@@ -44,28 +44,8 @@ def prose_ids(prose) -> list[int]:
 @pytest.fixture(scope="session")
 def reference_model():
     """transformers' own model with the embedded model's weights, in fp32."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     from app.embedded import embedded_model_path
+    from benchmarks._peer import transformers_model
     from models.checkpoint import open_checkpoint
 
-    checkpoint = open_checkpoint(embedded_model_path())
-    c = checkpoint.config
-    config = LlamaConfig(
-        vocab_size=c.vocab_size,
-        hidden_size=c.hidden_size,
-        intermediate_size=c.intermediate_size,
-        num_hidden_layers=c.num_layers,
-        num_attention_heads=c.num_heads,
-        num_key_value_heads=c.num_kv_heads,
-        max_position_embeddings=c.max_positions,
-        rms_norm_eps=c.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope.theta},
-        tie_word_embeddings=c.tied_embeddings,
-    )
-    model = LlamaForCausalLM(config).eval()
-    weights = {name: tensor.float() for name, tensor in checkpoint.tensors()}
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert set(missing) <= {"lm_head.weight"} and not unexpected
-    model.tie_weights()
-    return model
+    return transformers_model(open_checkpoint(embedded_model_path()))

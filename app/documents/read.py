@@ -105,6 +105,7 @@ def _extract(data: bytes, name: str, limits: Limits) -> Extract:
 def _read_zip(data: bytes, name: str, limits: Limits) -> Extract:
     try:
         archive = zipfile.ZipFile(io.BytesIO(data))
+    # zipfile raises NotImplementedError for archives in several parts and for versions it does not know
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise BadDocument(f"{name} is a damaged ZIP or Office file: {error}. Save it again.") from error
     with archive:
