@@ -1,4 +1,4 @@
-"""transformers' own Llama with the weights of a checkpoint: what the decoder is compared with, here and in the tests."""
+"""transformers' own Llama with the weights of a checkpoint: what the decoder is compared with, also in the tests."""
 
 from __future__ import annotations
 
