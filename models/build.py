@@ -12,10 +12,10 @@ from torch import Tensor
 from models.cache.shape import CacheShape
 from models.checkpoint import Checkpoint
 from models.config import ModelConfig
-from models.decoder import Decoder, Layer
+from models.decoder import Decoder, Layer, gated_turn
 from models.errors import BadCheckpoint
 from quant import kv4
-from quant.w8a8 import DenseLinear, Linear, W8A8Head, W8A8Linear, dense_dtype, int8_head
+from quant.w8a8 import DenseLinear, Head, Linear, W8A8Head, W8A8Linear, dense_dtype, int8_head
 
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -32,7 +32,7 @@ class Build:
 
     mask: np.ndarray
     make_linear: Callable[[Tensor, Tensor | None], Linear]
-    make_head: Callable[[Tensor, Tensor | None], Linear]
+    make_head: Callable[[Tensor, Tensor | None], Head]
     place: Callable[[Tensor], Tensor]
     rotate_values: bool
     rotate_residual: bool
@@ -140,7 +140,7 @@ class _LayerBuild:
             self._reads(_join(q, k, v), attention_norm),
             self._writes(self._output()),
             self._reads(_join(gate, up), mlp_norm),
-            self._writes(self._get("mlp.down_proj")),
+            self._writes(self._down()),
             None if folded else attention_norm,
             None if folded else mlp_norm,
             norm("self_attn.q_norm", pairs),
@@ -150,6 +150,14 @@ class _LayerBuild:
 
     def _get(self, name: str) -> tuple[Tensor, Tensor | None]:
         return self._parts.pop(f"{name}.weight"), self._parts.pop(f"{name}.bias", None)
+
+    def _down(self) -> tuple[Tensor, Tensor | None]:
+        """The down projection, its input channels turned in blocks when the stream is turned."""
+        weight, bias = self._get("mlp.down_proj")
+        if self._turn is not None:
+            turn = gated_turn(self._config.intermediate_size).to(weight.device)
+            weight = (weight.float().unflatten(1, (-1, turn.shape[0])) @ turn).flatten(1)
+        return weight, bias
 
     def _reads(self, part: tuple[Tensor, Tensor | None], norm: Tensor | None) -> Linear:
         """A layer that reads the normed residual stream: W diag(norm) R when the stream is turned by R."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from models.cache.duo import DuoCache
 from models.config import ModelConfig
 from models.rope import Rope
 from quant import kv4
-from quant.w8a8 import Linear, Rows, add_product
+from quant.w8a8 import Head, Linear, add_product
 
 
 @dataclass
@@ -34,7 +35,8 @@ class Layer:
 class Decoder:
     """A decoder with its weights: tokens in, hidden states and logits out. Batch size one; the cache holds the past.
 
-    `turn` [hidden, hidden] is the rotation that the layers' weights expect of the residual stream, or None.
+    `turn` [hidden, hidden] is the rotation that the layers' weights expect of the residual stream, or None; with it,
+    `down` expects its input turned by `gated_turn`.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class Decoder:
         embedding: Tensor,
         layers: list[Layer],
         norm: Tensor,
-        head: Linear,
+        head: Head,
         turn: Tensor | None = None,
     ) -> None:
         self.config = config
@@ -55,6 +57,7 @@ class Decoder:
         self.device = embedding.device
         self.rope = Rope(config.rope, config.head_dim, config.max_positions)
         self._rotation = kv4.rotation(config.head_dim).to(self.device)
+        self._gated_turn = None if turn is None else gated_turn(config.intermediate_size).to(self.device)
         # On a CPU a slice of rows stays in the cores' own caches through a whole block; a GPU wants them all.
         self._rows = 512 if self.device.type == "cpu" else 1 << 30
 
@@ -120,16 +123,18 @@ class Decoder:
         return heads
 
     def _mlp(self, layer: Layer, x: Tensor) -> None:
-        """x += down(silu(gate) * up), in place. The up half's scale a token joins the next layer's input scale."""
+        """x += down(silu(gate) * up), in place."""
         rows = layer.gate_up.prepare_normed(x, layer.mlp_norm, self.config.norm_eps)
         if layer.gate_up.bias is None:
             product, scale = layer.gate_up.raw(rows)
         else:
             product, scale = layer.gate_up(rows), None
-        gate, up = product.chunk(2, 1)
-        if scale is not None:
-            gate.mul_(scale)
-        active = layer.down.prepare(F.silu(gate, inplace=True).mul_(up))
-        if scale is not None and active.scale is not None:
-            active = Rows(active.values, active.scale * scale)
-        add_product(x, layer.down, active)
+        add_product(x, layer.down, layer.down.prepare_gated(product, scale, self._gated_turn))
+
+
+_GATED_BLOCK = 64  # channels: enough to spread an outlier, few enough to cost nothing
+
+
+def gated_turn(channels: int) -> Tensor:
+    """The rotation [b, b] of every b of `down`'s input channels (QuaRot turns them too, all at once)."""
+    return kv4.rotation(math.gcd(channels, _GATED_BLOCK))

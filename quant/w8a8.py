@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.act_quant import quantize_rows, rms_norm_quantize
+from kernels.act_quant import ACT_QUANT
+from kernels.act_quant.ref import gated, quantize_rows
 from kernels.int8_gemm import INT8_GEMM
 from kernels.norm_rope import rms_norm
 
@@ -22,20 +23,31 @@ class Rows:
     scale: Tensor | None = None
 
 
-class Linear(Protocol):
-    """What the decoder needs of a linear layer."""
+class Head(Protocol):
+    """What the decoder needs of the output head."""
 
     nbytes: int
+
+    def prepare_normed(self, x: Tensor, weight: Tensor | None, eps: float) -> Rows:
+        """RMSNorm(x) of activations x [n, in] (fp32) in this layer's input format."""
+
+    def __call__(self, rows: Rows) -> Tensor:
+        """fp32 [n, out]."""
+
+
+class Linear(Head, Protocol):
+    """What the decoder needs of a linear layer."""
+
     bias: Tensor | None
 
     def prepare(self, x: Tensor) -> Rows:
         """Activations x [n, in] (fp32) in this layer's input format; layers with the same input may share them."""
 
-    def prepare_normed(self, x: Tensor, weight: Tensor | None, eps: float) -> Rows:
-        """As `prepare` of RMSNorm(x), in one go."""
+    def prepare_gated(self, product: Tensor, scale: Tensor | None, turn: Tensor | None) -> Rows:
+        """As `prepare` of silu(gate) * up, every b channels rotated by turn [b, b]; product [n, 2 in] is used up.
 
-    def __call__(self, rows: Rows) -> Tensor:
-        """fp32 [n, out]."""
+        scale [n, 1]: the product's factor a token, where `raw` left it out.
+        """
 
     def raw(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
         """The product before its scale a token [n, 1] and the bias, and that scale, for callers that fold it."""
@@ -52,6 +64,7 @@ class W8A8Linear:
 
     def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None) -> None:
         self._gemm = INT8_GEMM.choose(codes.device).backend.run
+        self._quant = ACT_QUANT.choose(codes.device).backend.run
         self._weight = self._gemm.prepack(codes)
         self._scale = scale
         self.bias = None if bias is None else bias.float()
@@ -63,10 +76,13 @@ class W8A8Linear:
         return cls(*quantize_weight(weight), bias)
 
     def prepare(self, x: Tensor) -> Rows:
-        return Rows(*quantize_rows(x))
+        return Rows(*self._quant.quantize_rows(x))
 
     def prepare_normed(self, x: Tensor, weight: Tensor | None, eps: float) -> Rows:
-        return Rows(*rms_norm_quantize(x, weight, eps))
+        return Rows(*self._quant.rms_norm_quantize(x, weight, eps))
+
+    def prepare_gated(self, product: Tensor, scale: Tensor | None, turn: Tensor | None) -> Rows:
+        return Rows(*self._quant.gated_quantize(product, scale, turn))
 
     def raw(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
         return self._gemm.matmul(rows.values, self._weight, self._scale), rows.scale
@@ -121,6 +137,10 @@ class DenseLinear:
 
     def prepare_normed(self, x: Tensor, weight: Tensor | None, eps: float) -> Rows:
         return Rows(rms_norm(x, weight, eps).to(self._weight.dtype))
+
+    def prepare_gated(self, product: Tensor, scale: Tensor | None, turn: Tensor | None) -> Rows:
+        out = gated(product, scale, turn)
+        return Rows((out if scale is None else out.mul_(scale)).to(self._weight.dtype))
 
     def raw(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
         return F.linear(rows.values, self._weight).float(), None

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 _TINY = 1e-12  # keeps an all-zero token from dividing by zero
 
@@ -20,3 +21,22 @@ def rms_norm_quantize(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Ten
     mean_square = torch.linalg.vector_norm(x, 2, -1, keepdim=True).square_().div_(x.shape[-1])
     codes, scale = quantize_rows(x if weight is None else x * weight)
     return codes, scale.mul_(mean_square.add_(eps).rsqrt_())
+
+
+def gated(product: Tensor, scale: Tensor | None, turn: Tensor | None) -> Tensor:
+    """silu(gate) * up [n, d] of product [n, 2 d] (gate, then up), which is used up.
+
+    scale [n, 1] is the product's factor a token, left out of the up half: multiply the result by it. turn [b, b]
+    rotates every b channels of the result.
+    """
+    gate, up = product.chunk(2, 1)
+    if scale is not None:
+        gate.mul_(scale)
+    out = F.silu(gate, inplace=True).mul_(up)
+    return out if turn is None else (out.unflatten(1, (-1, turn.shape[0])) @ turn).flatten(1)
+
+
+def gated_quantize(product: Tensor, scale: Tensor | None, turn: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`gated`, quantised a token at a time; the scales [n, 1] given back have `scale` in them."""
+    codes, step = quantize_rows(gated(product, scale, turn))
+    return codes, step if scale is None else step.mul_(scale)

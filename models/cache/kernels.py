@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from kernels.act_quant import ACT_QUANT
 from kernels.attention_decode import KV4_DECODE
 from kernels.attention_prefill import ATTENTION
 from kernels.int8_gemm import INT8_GEMM
@@ -17,6 +18,7 @@ def kernel_report(device: torch.device, shape: CacheShape) -> list[dict[str, Any
     """Rows of kernel, chosen, and declined {backend: reason}; the 4-bit kernels only where the cache has 4 bits."""
     asked: list[tuple[Any, dict[str, Any]]] = [
         (INT8_GEMM, {}),
+        (ACT_QUANT, {}),
         (ATTENTION, {"head_dim": shape.head_dim, "dtype": shape.compute_dtype}),
     ]
     if shape.bits == 4:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from kernels.act_quant import quantize_rows, rms_norm_quantize
+from kernels.act_quant.ref import quantize_rows, rms_norm_quantize
 from kernels.norm_rope import rms_norm
+from quant import kv4
 from quant.w8a8 import DenseLinear, W8A8Head, W8A8Linear, add_product, quantize_weight
 
 
@@ -44,6 +45,20 @@ def test_adding_a_product_equals_the_sum(kind, bias):
     want = total + layer(rows)
     add_product(total, layer, rows)
     torch.testing.assert_close(total, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [W8A8Linear.from_float, DenseLinear])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("block", [0, 16])
+def test_a_gated_and_turned_input_gives_the_plain_product(kind, scaled, block):
+    weight, product = torch.randn(24, 48) / 7, torch.randn(5, 96) * 3
+    scale = torch.rand(5, 1) + 0.5 if scaled else None
+    gate, up = (product if scale is None else product * scale).chunk(2, 1)
+    want = torch.nn.functional.silu(gate) * up @ weight.T
+    turn = kv4.rotation(block) if block else None
+    layer = kind(weight if turn is None else (weight.unflatten(1, (-1, block)) @ turn).flatten(1))
+    got = layer(layer.prepare_gated(product.clone(), scale, turn))
+    assert (got - want).norm() < (0.02 if kind == W8A8Linear.from_float else 1e-5) * want.norm()
 
 
 def test_the_int8_head_decides_as_the_unquantised_one():
