@@ -26,7 +26,7 @@ class Build:
 
     mask: bool [layers, kv_heads], True for a retrieval head. `make_linear` turns a float weight [out, in] and bias into
     a layer, `make_head` the output head; `place` puts unquantised tensors in their dtype and device. `rotate_values`
-    folds the rotation of the retrieval heads' values into their projections; `rotate_residual` turns the whole residual
+    folds the rotation of the heads' values into their projections; `rotate_residual` turns the whole residual
     stream, which takes the outliers out of what W8A8 layers read (QuaRot, Ashkboos et al., 2024).
     """
 
@@ -98,7 +98,7 @@ def load_decoder(
         linear,
         W8A8Head if weights == "w8a8" and int8_head(device) else DenseLinear,
         lambda tensor: tensor.to(device=device, dtype=dense_dtype(device)),
-        rotate_values=shape.rotated,
+        rotate_values=shape.rotated or weights == "w8a8",  # spreads the outliers of `output`'s input too
         rotate_residual=weights == "w8a8",
         device=device,
     )
@@ -182,9 +182,8 @@ class _LayerBuild:
             heads = rows.unflatten(0, (len(self._order), -1, self._config.head_dim))[self._order]
             if pairs is not None:
                 heads = heads[:, :, pairs]
-            elif self._how.rotate_values and self._kept:
-                heads = heads.float()
-                heads[: self._kept] = self._rotation.T @ heads[: self._kept]
+            elif self._how.rotate_values:
+                heads = self._rotation.T @ heads.float()
             return heads.flatten(0, 2)
 
         return arrange(weight), None if bias is None else arrange(bias[:, None])[:, 0]
@@ -194,9 +193,8 @@ class _LayerBuild:
         weight, bias = self._get("self_attn.o_proj")
         d = self._config.head_dim
         heads = weight.unflatten(1, (-1, self._group, d))[:, self._order]
-        if self._how.rotate_values and self._kept:
-            heads = heads.float()
-            heads[:, : self._kept] = heads[:, : self._kept] @ self._rotation
+        if self._how.rotate_values:
+            heads = heads.float() @ self._rotation
         return heads.flatten(1), bias
 
 
