@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, get_args
 
-from app.config import Kv, Settings, Weights
+from app.config import Kv, Mode, Settings, Weights
 from app.errors import UsageError, describe
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -86,6 +86,12 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
         help="a hub id, a directory of safetensors, a .gguf file, or 'embedded'"
         " (default: Llama-3 8B with 4M tokens on an NVIDIA GPU, else the small embedded model)",
     )
+    group.add_argument(
+        "--mode",
+        choices=get_args(Mode),
+        help="duo: retrieval heads keep everything; endless: every head keeps the first and the last tokens, and the"
+        f" conversation never ends (default {Settings.mode})",
+    )
     group.add_argument("--weights", choices=get_args(Weights), help=f"default {Settings.weights}")
     group.add_argument("--kv", choices=get_args(Kv), help=f"cache of retrieval heads (default {Settings.kv})")
     group.add_argument(
@@ -97,8 +103,20 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help=f"share of the heads that keep everything, where there is a pattern (default {Settings.retrieval_ratio})",
     )
-    group.add_argument("--sink", type=int, metavar="N", help="first tokens that streaming heads keep")
-    group.add_argument("--recent", type=int, metavar="N", help="last tokens that streaming heads keep")
+    group.add_argument(
+        "--sink-tokens",
+        "--sink",
+        dest="sink",
+        type=int,
+        metavar="N",
+        help="first tokens that streaming heads keep (default: the pattern's, in endless mode 4)",
+    )
+    group.add_argument(
+        "--recent",
+        type=int,
+        metavar="N",
+        help="last tokens that streaming heads keep (default: the pattern's; endless mode: 2,044)",
+    )
     group.add_argument("--chunk", type=int, metavar="N", help="tokens read at a time")
     group.add_argument("--context", type=int, metavar="N", help="tokens of context (default: the model's)")
     group.add_argument("--cache-dir", type=Path, metavar="DIR", help=argparse.SUPPRESS)
@@ -111,7 +129,12 @@ def _running_flags(parser: argparse.ArgumentParser) -> None:
 
 def _sampling_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-new-tokens", type=int, metavar="N", help="longest answer (default: to the context's end)")
+    group.add_argument(
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help="longest answer (default: the context's end, if any)",
+    )
     group.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token (default 0)")
     group.add_argument("--top-k", type=int, metavar="K")
     group.add_argument("--top-p", type=float, metavar="P")

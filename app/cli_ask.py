@@ -19,9 +19,9 @@ from app.documents import Document
 from app.engine.engine import Generation
 from app.engine.types import Done, Failed, Progress, Queued, SamplingParams, Token
 from app.errors import UsageError
-from app.service import ChatService, Selection, check_request
+from app.service import ChatService, MemoryBegins, Selection, check_request
 
-_SETTINGS = ("weights", "kv", "retrieval_ratio", "sink", "recent", "chunk", "backends")
+_SETTINGS = ("mode", "weights", "kv", "retrieval_ratio", "sink", "recent", "chunk", "backends")
 _ENDS = {
     "length": "The answer stopped at its limit of tokens.",
     "loop": "The answer was stopped: it went in circles. --temperature 0.7 or --repetition-penalty 1.1 may help.",
@@ -59,11 +59,16 @@ def ask(
         chat = service.new_chat(system)
         done = stream(service.ask(chat, question, sources, sampling), status)
         if as_json:
-            settings_used = service.status(chat)["settings"]
+            status_now = service.status(chat)
+            settings_used, begins = status_now["settings"], status_now["memory_begins"]
             result: dict[str, Any] = done.as_dict() | {"settings": {key: settings_used[key] for key in _SETTINGS}}
+            result["forgotten_tokens"] = begins["forgotten"] if begins else 0
             print(json.dumps(result), flush=True)
-        elif done.finish_reason in _ENDS:
-            print(f"octavo: {_ENDS[done.finish_reason]}", file=sys.stderr)
+        else:
+            if done.finish_reason in _ENDS:
+                print(f"octavo: {_ENDS[done.finish_reason]}", file=sys.stderr)
+            if (begins := service.memory_begins(chat)) is not None:
+                print(f"octavo: {_forgotten(begins, chat.token_count)}", file=sys.stderr)
         return 128 + signal.SIGINT if done.finish_reason == "cancelled" else 0
     finally:
         status.clear()
@@ -109,6 +114,14 @@ def stream(generation: Generation, status: StatusLine) -> Done:
                         print(flush=True)
                     return event
     raise UsageError("The answer was read already.")
+
+
+def _forgotten(begins: MemoryBegins, tokens: int) -> str:
+    last = tokens - begins.forgotten - begins.sink
+    return (
+        f"Of {tokens:,} tokens, the {begins.forgotten:,} tokens between the first {begins.sink:,} and the last "
+        f"{last:,} are forgotten."
+    )
 
 
 def _reading(event: Progress) -> str:

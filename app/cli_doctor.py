@@ -6,6 +6,7 @@ import os
 import platform
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -50,7 +51,13 @@ def report() -> Iterator[str]:
     for device in devices:
         yield ""
         yield f"Kernels on {device.type}"
-        for row in kernel_report(device, _usual_shape(device)):
+        usual = _usual_shape(device)
+        rows = kernel_report(device, usual)
+        endless = replace(usual, retrieval_heads=(0,), streaming_heads=(8,), bits=16)
+        rows += [
+            row for row in kernel_report(device, endless) if row["kernel"] not in {seen["kernel"] for seen in rows}
+        ]
+        for row in rows:
             yield f"  {row['kernel']:<18} {row['chosen']}"
             for name, reason in row["declined"].items():
                 yield f"  {'':<18}   not {name}: {reason}"

@@ -23,14 +23,15 @@ def plan(settings: Settings, config: Path | None, gpu_memory: str | None, as_jso
     """Print the plan; 0 whether or not it fits."""
     if config is not None and settings.model is not None:
         raise UsageError("Give --model or --config, not both.")
-    if settings.context is None:
+    endless = settings.mode == "endless"
+    if settings.context is None and not endless:
         raise UsageError("--context is missing: how many tokens to plan for.")
     here = _this_gpu()
     limit = parse_size(gpu_memory) if gpu_memory is not None else here or parse_size(_DEFAULT_MEMORY)
     assumed = "" if gpu_memory is not None or here else " (assumed: no GPU here and no --gpu-memory)"
     plan, model, shape = plan_context(settings, settings.context, config)
     window, heads, kept = model.max_positions, model.num_layers * model.num_kv_heads, sum(shape.retrieval_heads)
-    longest = min(plan.longest(limit), window)
+    longest = None if endless else min(plan.longest(limit), window)
     result = asdict(plan) | {
         "total_bytes": plan.total_bytes,
         "memory_bytes": limit,
@@ -38,21 +39,33 @@ def plan(settings: Settings, config: Path | None, gpu_memory: str | None, as_jso
         "fits": plan.total_bytes <= limit and plan.context <= window,
         "longest_context": longest,
         "retrieval_ratio": kept / heads,
+        "mode": settings.mode,
+        "sink": shape.sink,
+        "recent": shape.recent,
     }
     if as_json:
         print(json.dumps(result))
         return 0
     verdict = "fits" if plan.total_bytes <= limit else "does not fit"
+    if longest is None:
+        what = [
+            ("context", f"endless; the model's window is {window:,} tokens"),
+            ("heads", f"all {heads} KV heads keep the first {shape.sink:,} and the last {shape.recent:,} tokens"),
+        ]
+    else:
+        what = [
+            ("context", f"{plan.context:,} tokens; the model's window is {window:,}"),
+            ("heads", f"{kept} of {heads} KV heads keep everything"),
+        ]
     rows = [
-        ("context", f"{plan.context:,} tokens; the model's window is {window:,}"),
-        ("heads", f"{kept} of {heads} KV heads keep everything"),
+        *what,
         ("a token", f"{plan.bytes_per_token:,} bytes"),
         ("weights", gib(plan.weights_bytes)),
         ("retrieval heads", gib(plan.retrieval_bytes)),
         ("streaming windows", gib(plan.streaming_bytes)),
         ("workspace", gib(plan.workspace_bytes)),
         ("total", f"{gib(plan.total_bytes)} of {gib(limit)}{assumed}: {verdict}"),
-        ("longest context", f"{longest:,} tokens"),
+        ("longest context", "without end" if longest is None else f"{longest:,} tokens"),
     ]
     if plan.context > window:
         rows.append(("note", "The context is longer than the model's window: the model cannot use it."))

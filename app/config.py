@@ -13,9 +13,13 @@ from app.errors import UsageError
 
 Weights = Literal["w8a8", "bf16"]
 Kv = Literal["kv4", "kv8", "bf16"]
+Mode = Literal["duo", "endless"]
 
 EMBEDDED_MODEL = "embedded"
 DEFAULT_HUB_MODEL = "gradientai/Llama-3-8B-Instruct-Gradient-4194k"
+
+
+_NOT_ENDLESS = ("kv", "pattern", "retrieval_ratio", "context")
 
 
 def _folder(variable: str, default: str) -> Path:
@@ -27,10 +31,12 @@ class Settings:
     """Everything a person can choose; `None` means "automatic". Flags take their defaults from here.
 
     `model`: None, "embedded", a hub id, a directory of safetensors, or a .gguf file. `sink`, `recent`, `chunk` and
-    `context` are in tokens. `retrieval_ratio` counts only when there is a head pattern.
+    `context` are in tokens. `retrieval_ratio` counts only when there is a head pattern. In `mode` "endless" every head
+    keeps the first `sink` and the last `recent` tokens, and the context never fills.
     """
 
     model: str | None = field(default_factory=lambda: os.environ.get("OCTAVO_MODEL") or None)
+    mode: Mode = "duo"
     weights: Weights = "w8a8"
     kv: Kv = "kv4"
     pattern: Path | None = None
@@ -50,6 +56,7 @@ class Settings:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, Path(value).expanduser())
+        _one_of("--mode", self.mode, get_args(Mode))
         _one_of("--weights", self.weights, get_args(Weights))
         _one_of("--kv", self.kv, get_args(Kv))
         if self.model is not None and not self.model.strip():
@@ -58,7 +65,7 @@ class Settings:
         if not 0.0 <= ratio <= 1.0:
             raise UsageError(f"--retrieval-ratio is {ratio:g}; it must be between 0 and 1.")
         for flag, tokens, least in (
-            ("--sink", self.sink, 0),
+            ("--sink-tokens", self.sink, 0),
             ("--recent", self.recent, 1),
             ("--chunk", self.chunk, 1),
             ("--context", self.context, 1),
@@ -77,6 +84,13 @@ class Settings:
         unknown = sorted(set(values) - known)
         if unknown:
             raise UsageError(f"Unknown setting {', '.join(unknown)}. Known: {', '.join(sorted(known))}.")
+        idle = [name for name in _NOT_ENDLESS if values.get(name) is not None]
+        if values.get("mode") == "endless" and idle:
+            flag = f"--{idle[0].replace('_', '-')}"
+            raise UsageError(
+                f"{flag} means nothing in endless mode: no head keeps everything. Leave it out; --sink-tokens and "
+                "--recent say what is kept."
+            )
         return cls(**{name: value for name, value in values.items() if value is not None})
 
     @classmethod

@@ -149,7 +149,9 @@ def find_model(settings: Settings) -> ModelFiles:
 
 
 def choose_pattern(files: ModelFiles, settings: Settings) -> tuple[HeadPattern | None, str]:
-    """The head pattern to use and what to say about it; None when every head keeps everything."""
+    """The head pattern to use and what to say about it; None when all heads are of one kind."""
+    if settings.mode == "endless":
+        return None, "Endless: every head keeps the first and the last tokens, and forgets what lies between."
     if settings.pattern is not None:
         return _told(HeadPattern.load(settings.pattern), settings)
     if files.hub_id is not None and default_pattern(files.hub_id) is not None:
@@ -164,19 +166,22 @@ def choose_pattern(files: ModelFiles, settings: Settings) -> tuple[HeadPattern |
 
 
 def plan_context(
-    settings: Settings, context: int, config_file: Path | None = None, gpu: bool = True
+    settings: Settings, context: int | None, config_file: Path | None = None, gpu: bool = True
 ) -> tuple[MemoryPlan, ModelConfig, CacheShape]:
     """The memory that `context` tokens need on a GPU or CPU, without weights and without a GPU; model and cache.
 
+    `context` is None in endless mode, where the windows are all there is.
     The model is what the settings name, or a Hugging Face config.json. Where its head pattern is not at hand, as many
     heads as --retrieval-ratio says keep everything.
     """
-    if context < 1:
+    if context is not None and context < 1:
         raise UsageError(f"--context is {context}; it must be at least 1 token.")
     device = torch.device("cuda" if gpu else "cpu")
     config, pattern = _plan_inputs(settings, config_file)
     _, shape = resolve_shape(config, pattern, settings, device)
     chunk = settings.chunk or CHUNKS[device.type][-1]
+    if context is None:
+        context = shape.sink + shape.recent
     plan = plan_memory(config, shape, settings.weights, context, chunk, device)
     return plan, config, shape
 

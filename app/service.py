@@ -21,10 +21,11 @@ from app.errors import ContextTooLong, NotReady, UsageError
 from app.model import LoadProgress, OpenModel, open_model
 from app.prompt import Encoded, PromptBuilder
 
-__all__ = ["Chat", "ChatService", "PlanView", "Selection", "Turn"]
+__all__ = ["Chat", "ChatService", "MemoryBegins", "PlanView", "Selection", "Turn"]
 
 _CACHED_TOKENS = 8_000_000  # token ids of documents kept for the next question about them, 8 bytes each
 _WARM_UP_TOKENS = 256
+_WORDS = 12  # tokens shown of where an endless chat's memory begins
 # Between documents and question. Of 15 facts in 3,100 to 6,100 tokens of dry text the embedded model finds 10 with this
 # line and 6 with a plain rule instead; with unquantised weights and cache it does no better.
 _INSTRUCTION = "Answer from the {} above.\n\n"
@@ -34,17 +35,32 @@ _INSTRUCTION = "Answer from the {} above.\n\n"
 class PlanView:
     """What the next question would take, before anything runs.
 
-    Tokens of the whole prompt, of what is new in it, and of the context; bytes for weights and this context;
-    seconds until the first word, None while unknown. `message` says it to a person.
+    Tokens of the whole prompt, of what is new in it, and of the context (None: it has no end); bytes for weights and
+    this context; seconds until the first word, None while unknown. `message` says it to a person.
     """
 
     fits: bool
     prompt_tokens: int
     new_tokens: int
-    capacity: int
+    capacity: int | None
     bytes: int
     seconds_estimate: float | None
     message: str
+
+
+@dataclass(frozen=True)
+class MemoryBegins:
+    """Where an endless chat's memory begins: `forgotten` tokens lie between its first `sink` ones and there.
+
+    `turn` counts from 0, and is the number of turns when it is the one that still runs; `in_answer` tells its answer
+    from what was read for it; `words` are the first ones that are remembered, empty where they are not known yet.
+    """
+
+    forgotten: int
+    sink: int
+    turn: int
+    in_answer: bool
+    words: str
 
 
 class ChatService:
@@ -128,13 +144,15 @@ class ChatService:
         known = chat.token_count
         new = len(self._new_ids(loaded, chat, _new_sources(chat, documents), question))
         need, capacity = known + new, loaded.engine.runner.capacity
-        fits = need < capacity
+        fits = capacity is None or need < capacity
         seconds = loaded.engine.cost.seconds(known, need)
-        if fits:
-            time = "" if seconds is None else f", about {_duration(seconds)}"
+        time = "" if seconds is None else f", about {_duration(seconds)}"
+        if capacity is None:
+            message = f"{new:,} tokens to read{time}; the last {loaded.recent:,} are remembered."
+        elif fits:
             message = f"{new:,} tokens to read{time}; {need:,} of {capacity:,} tokens of the context are used then."
         else:
-            message = str(_too_long(need, chat, loaded))
+            message = str(_too_long(need, capacity, chat))
         return PlanView(fits, need, new, capacity, loaded.model.bytes_for(need), seconds, message)
 
     def ask(
@@ -158,8 +176,9 @@ class ChatService:
             sources = _new_sources(chat, documents)
             new_ids = tuple(self._new_ids(loaded, chat, sources, question))
             prompt = chat.token_ids + new_ids
-            if len(prompt) >= loaded.engine.runner.capacity:
-                raise _too_long(len(prompt), chat, loaded)
+            capacity = loaded.engine.runner.capacity
+            if capacity is not None and len(prompt) >= capacity:
+                raise _too_long(len(prompt), capacity, chat)
             request = GenerationRequest(prompt, sampling, loaded.stop_ids, chat.id)
 
             def keep(done: Done) -> None:
@@ -174,8 +193,9 @@ class ChatService:
     def status(self, chat: Chat | None = None) -> dict[str, Any]:
         """Facts for people and for --json.
 
-        Keys: model, note, pattern, context_used, context_capacity, memory (bytes by kind), ms_per_token,
-        prefill_tokens_per_s, busy, settings (weights, kv, retrieval_ratio, sink, recent, chunk, backends).
+        Keys: model, note, pattern, context_used, context_capacity (None: without end), memory_begins (what
+        `memory_begins` gives), memory (bytes by kind), ms_per_token, prefill_tokens_per_s, busy, settings (mode,
+        weights, kv, retrieval_ratio, sink, recent, chunk, backends).
         """
         loaded = self._need()
         runner, timings = loaded.model.runner, loaded.engine.timings
@@ -185,12 +205,35 @@ class ChatService:
             "pattern": loaded.model.pattern_note,
             "context_used": chat.token_count if chat is not None else 0,
             "context_capacity": runner.capacity,
+            "memory_begins": asdict(begins) if chat is not None and (begins := self.memory_begins(chat)) else None,
             "memory": asdict(runner.memory()),
             "ms_per_token": timings.decode_ms_per_token,
             "prefill_tokens_per_s": timings.prefill_tokens_per_s,
             "busy": loaded.engine.busy,
             "settings": runner.describe(),
         }
+
+    def memory_begins(self, chat: Chat, length: int = 0) -> MemoryBegins | None:
+        """Where the memory of an endless chat begins; None while nothing is forgotten.
+
+        `length`: tokens of the chat with a turn that still runs, 0 when none does.
+        """
+        loaded = self._need()
+        if loaded.engine.runner.capacity is not None:
+            return None
+        turns = tuple(chat.turns)
+        known = sum(len(turn.prompt_ids) + len(turn.answer_ids) for turn in turns)
+        first = max(known, length) - loaded.recent
+        if first <= loaded.sink:
+            return None
+        at = first
+        for index, turn in enumerate(turns):
+            for in_answer, ids in ((False, turn.prompt_ids), (True, turn.answer_ids)):
+                if at < len(ids):
+                    words = loaded.words(ids[at : at + _WORDS])
+                    return MemoryBegins(first - loaded.sink, loaded.sink, index, in_answer, words)
+                at -= len(ids)
+        return MemoryBegins(first - loaded.sink, loaded.sink, len(turns), False, "")
 
     def _need(self) -> _Loaded:
         loaded = self._loaded
@@ -251,10 +294,27 @@ class _Loaded:
             model.runner, lambda stop: Detokenizer(model.tokenizer, stop), CostModel(model.quadratic_cost)
         )
 
+    @property
+    def sink(self) -> int:
+        """First tokens that every head keeps, where none keeps everything."""
+        return int(self.model.runner.describe()["sink"])
+
+    @property
+    def recent(self) -> int:
+        """Last tokens that every head keeps, where none keeps everything."""
+        return int(self.model.runner.describe()["recent"])
+
+    def words(self, ids: Sequence[int]) -> str:
+        """The text of a few tokens from the midst of a text, on one line."""
+        text = b"".join(map(self.model.tokenizer.token_bytes, ids)).decode("utf-8", "ignore")
+        return " ".join(text.split())
+
     def warm_up(self) -> None:
         """Read and write a little, so that the first question pays for nothing and its time can be told."""
         runner = self.model.runner
-        length = max(1, min(runner.chunk, _WARM_UP_TOKENS, runner.capacity - 2))
+        length = min(runner.chunk, _WARM_UP_TOKENS)
+        if runner.capacity is not None:
+            length = max(1, min(length, runner.capacity - 2))
         words = self.model.tokenizer.encode_text("The quick brown fox jumps over the lazy dog. ") or [0]
         prompt = tuple((words * (length // len(words) + 1))[:length])
         self.engine.submit(GenerationRequest(prompt, SamplingParams(max_new_tokens=2))).result()
@@ -269,12 +329,12 @@ def _new_sources(chat: Chat, documents: Sequence[Document | Selection] | None) -
     return tuple(source for source in chosen.values() if not chat.has(source))
 
 
-def _too_long(need: int, chat: Chat, loaded: _Loaded) -> ContextTooLong:
+def _too_long(need: int, capacity: int, chat: Chat) -> ContextTooLong:
     if chat.turns:
         advice = f"The chat so far has {chat.token_count:,}. Start a new chat, or choose fewer pages."
     else:
         advice = "Choose fewer pages or a shorter document."
-    return ContextTooLong(need + 1, loaded.engine.runner.capacity, advice)
+    return ContextTooLong(need + 1, capacity, advice)
 
 
 def _duration(seconds: float) -> str:

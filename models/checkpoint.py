@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from models.config import ModelConfig
+from models.config import LEARNED_SINKS, ModelConfig, refuse_sink_tensors
 from models.errors import BadCheckpoint, UnsupportedModel
 from models.gguf import GgufFile, read_gguf
 from models.rope import inverse_frequencies
@@ -144,6 +144,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _check_tensors(path: Path, config: ModelConfig, found: Mapping[str, tuple[int, ...]]) -> None:
+    refuse_sink_tensors(found)
     expected = config.tensor_shapes()
     for label, names in (("lacks", expected.keys() - found), ("has unknown", found.keys() - expected)):
         if names:
@@ -239,6 +240,8 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     """The config that a GGUF file's metadata stands for, held to the same rules as a config.json."""
     metadata, tensors = file.metadata, file.tensors
     family = metadata.get("general.architecture")
+    if family in ("gpt-oss", "gpt_oss"):
+        raise UnsupportedModel("general.architecture", family, LEARNED_SINKS)
     if family not in ("llama", "mistral", "qwen2", "qwen3"):
         raise UnsupportedModel("general.architecture", family, "llama, mistral, qwen2, qwen3")
     own = {key.removeprefix(f"{family}."): metadata[key] for key in metadata if key.startswith(f"{family}.")}

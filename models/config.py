@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -33,6 +34,11 @@ _MUST_BE_UNSET = (
     "qk_layernorm",
 )
 _MUST_BE_ONE = ("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier")
+# Trained numbers in the softmax of each head (gpt-oss). They are no tokens: nothing here computes with them.
+LEARNED_SINKS = (
+    "models without learned sink logits, which are trained numbers in each head's softmax; the sink tokens of "
+    "--mode endless and of streaming heads are another thing"
+)
 # Parameters of each rope kind: (required, optional). Others are refused: an ignored one gives wrong positions.
 _ROPE_KEYS: dict[RopeKind, tuple[set[str], set[str]]] = {
     "default": (set(), set()),
@@ -98,6 +104,7 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> ModelConfig:
         """Read a config.json's content, of transformers 4 or 5. Raises UnsupportedModel or BadCheckpoint."""
+        _refuse_learned_sinks(data)
         family = _family(data)
         _refuse_extras(data, family)
         heads = _integer(data, "num_attention_heads")
@@ -166,6 +173,25 @@ class ModelConfig:
         if not self.tied_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
+
+
+def _refuse_learned_sinks(data: Mapping[str, Any]) -> None:
+    names = data.get("architectures")
+    for name in names if isinstance(names, list) else []:
+        if isinstance(name, str) and name.startswith("GptOss"):
+            raise UnsupportedModel("architectures", name, LEARNED_SINKS)
+    if data.get("model_type") == "gpt_oss":
+        raise UnsupportedModel("model_type", "gpt_oss", LEARNED_SINKS)
+    for key, value in data.items():
+        if value and re.search(r"(^|_)(attn|attention|learned)_sinks?(_|$)", key):
+            raise UnsupportedModel(key, value, LEARNED_SINKS)
+
+
+def refuse_sink_tensors(names: Iterable[str]) -> None:
+    """Raise UnsupportedModel for tensors of learned sink logits, whatever the config says."""
+    for name in names:
+        if re.search(r"(^|[._])sinks?(_bias|_logits?)?(\.|$)", name):
+            raise UnsupportedModel("tensor", name, LEARNED_SINKS)
 
 
 def _family(data: Mapping[str, Any]) -> Family:

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.norm_rope import apply_rope, rms_norm
-from models.cache.duo import DuoCache
+from models.cache.sequence import SequenceCache
 from models.config import ModelConfig
-from models.rope import Rope
+from models.rope import EndlessRope, Rope
 from quant import kv4
 from quant.w8a8 import Head, Linear, add_product
 
@@ -55,7 +55,7 @@ class Decoder:
         self.head = head
         self.turn = turn
         self.device = embedding.device
-        self.rope = Rope(config.rope, config.head_dim, config.max_positions)
+        self.rope: Rope | EndlessRope = Rope(config.rope, config.head_dim, config.max_positions)
         self._rotation = kv4.rotation(config.head_dim).to(self.device)
         self._gated_turn = None if turn is None else gated_turn(config.intermediate_size).to(self.device)
         # On a CPU a slice of rows stays in the cores' own caches through a whole block; a GPU wants them all.
@@ -70,7 +70,7 @@ class Decoder:
         return linear + self.embedding.nbytes + self.head.nbytes - shared + turn
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, cache: DuoCache) -> Tensor:
+    def forward(self, tokens: Tensor, cache: SequenceCache) -> Tensor:
         """Reads int64 tokens [n] behind what the cache holds; gives the last block's output [n, hidden] in fp32.
 
         The cache then holds the tokens too. If this raises, the cache's newest tokens are undefined: release it.

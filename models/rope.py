@@ -57,6 +57,38 @@ class Rope:
         return bases[:, None] ** -pairs
 
 
+class EndlessRope:
+    """Rotations by positions without end, for a cache that keeps `length` tokens.
+
+    Phases are 64-bit fractions of a turn and wrap around as angles do. So the angle between two positions depends on
+    their distance alone, to the last bit, however far out both are. dynamic (NTK) scaling takes the frequencies of a
+    context of `length` tokens, since no position inside the cache is beyond it.
+    """
+
+    def __init__(self, rope: Rope, length: int) -> None:
+        pairs = rope._frequencies(torch.zeros(1, dtype=torch.float64), length).flatten()
+        self.attention_factor = rope.attention_factor
+        self._steps = torch.tensor([round(pair / (2 * math.pi) * 2**64) for pair in pairs.tolist()])
+        self._placed: dict[torch.device, torch.Tensor] = {}
+
+    def table(self, positions: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
+        """As `Rope.table`, for any int64 position: complex64 [L, head_dim / 2]."""
+        phases = self._phases(positions, device)
+        return torch.polar(torch.full_like(phases, self.attention_factor), phases).to(torch.complex64)
+
+    def back(self, distances: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
+        """complex64 [L, head_dim / 2] that moves what is rotated already by so many positions towards the start."""
+        phases = self._phases(-distances, device)
+        return torch.polar(torch.ones_like(phases), phases).to(torch.complex64)
+
+    def _phases(self, positions: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:
+        target = torch.device(device) if device is not None else positions.device
+        if target not in self._placed:
+            self._placed[target] = self._steps.to(target)
+        wrapped = positions.to(target)[:, None] * self._placed[target]
+        return wrapped.double() * (2 * math.pi / 2**64)
+
+
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
     """float64 [head_dim / 2]: radians a position for each pair; for dynamic those within the original context."""
     inv_freq = config.theta ** -_exponents(head_dim)

@@ -79,7 +79,7 @@ class FakeSlot:
         assert token_id == self.script.pop(0)
         self.runner.hook("decode", self)
         self.ids.append(token_id)
-        assert self.length <= self.runner.capacity
+        assert self.runner.capacity is None or self.length <= self.runner.capacity
         return self.runner.logits(self.script[0])
 
     def publish(self, chat_id: str) -> None:
@@ -100,7 +100,7 @@ class FakeRunner:
     """Answers with `answer(prompt ids)` and END, then with END for ever. `hook(step, slot)` may wait or raise."""
 
     answer: Callable[[Sequence[int]], str] = lambda prompt: "Yes."
-    capacity: int = 1000
+    capacity: int | None = 1000
     chunk: int = 16
     hook: Callable[[str, FakeSlot], None] = lambda step, slot: None
     kept: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -126,4 +126,4 @@ class FakeRunner:
         return Memory(weights_bytes=1000, retrieval_kv_bytes=10, streaming_kv_bytes=1, peak_bytes=2000)
 
     def describe(self) -> dict[str, Any]:
-        return {"weights": "fake", "kv": "fake", "chunk": self.chunk, "backends": {}}
+        return {"weights": "fake", "kv": "fake", "sink": 4, "recent": 100, "chunk": self.chunk, "backends": {}}

@@ -56,15 +56,20 @@ class Runner(Protocol):
     """
 
     @property
-    def capacity(self) -> int: ...
+    def capacity(self) -> int | None: ...
     @property
     def chunk(self) -> int: ...
     def start(self, prompt_ids: Sequence[int], chat_id: str | None) -> Slot: ...
     def memory(self) -> Memory: ...
 
 
-def answer_room(prompt_tokens: int, capacity: int, wanted: int | None) -> int:
-    """Tokens the answer may have, at most `wanted`; raises ContextTooLong when the prompt leaves none."""
+def answer_room(prompt_tokens: int, capacity: int | None, wanted: int | None) -> int | None:
+    """Tokens the answer may have, at most `wanted`; raises ContextTooLong when the prompt leaves none.
+
+    None is without end: the context cannot fill, and no limit was asked for.
+    """
+    if capacity is None:
+        return wanted
     if prompt_tokens >= capacity:
         raise ContextTooLong(prompt_tokens + 1, capacity)
     room = capacity - prompt_tokens
@@ -241,7 +246,8 @@ class Engine:
         room = answer_room(len(prompt), self.runner.capacity, request.sampling.max_new_tokens)
         slot = self.runner.start(prompt, request.chat_id)
         try:
-            answer = _Answer(job, slot, room, self._detok_factory(request.sampling.stop))
+            endless = self.runner.capacity is None
+            answer = _Answer(job, slot, room, self._detok_factory(request.sampling.stop), endless)
             logits = answer.read(self.runner.chunk, self.cost)
             reason = "cancelled" if logits is None else answer.write(logits)
             if request.chat_id is not None and slot.length:
@@ -261,12 +267,13 @@ class Engine:
 class _Answer:
     """The reading of one prompt and the writing of its answer."""
 
-    def __init__(self, job: _Job, slot: Slot, room: int, detokenizer: Detokenizer) -> None:
+    def __init__(self, job: _Job, slot: Slot, room: int | None, detokenizer: Detokenizer, endless: bool) -> None:
         self.ids: list[int] = []
         self.parts: list[str] = []
         self._job = job
         self._slot = slot
         self._room = room
+        self._endless = endless
         self._detokenizer = detokenizer
         self._read = self._steps = 0
         self._read_s = self._write_s = 0.0
@@ -295,7 +302,8 @@ class _Answer:
     def write(self, logits: torch.Tensor) -> FinishReason:
         """Sample and decode until something ends the answer; says what did."""
         request, detokenizer = self._job.request, self._detokenizer
-        sampler, loop = Sampler(request.sampling), LoopDetector()
+        # In an endless context an answer ends by itself, by Stop or at a limit that was asked for, and not otherwise.
+        sampler, loop = Sampler(request.sampling), None if self._endless else LoopDetector()
         while not self._job.cancelled:
             before = time.perf_counter()
             token = sampler.sample(logits, self.ids)
@@ -307,9 +315,9 @@ class _Answer:
             reason: FinishReason | None = None
             if detokenizer.stopped:
                 reason = "stop"
-            elif len(self.ids) >= self._room:
+            elif self._room is not None and len(self.ids) >= self._room:
                 reason = "length"
-            elif loop.push(token):
+            elif loop is not None and loop.push(token):
                 reason = "loop"
             if reason is not None:
                 self._send(text + detokenizer.flush(), token)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from models.cache.duo import DuoCache
 from models.cache.plan import SNAPSHOTS
+from models.cache.sequence import SequenceCache
 
 _PER_CHAT = 3  # the newest end of a chat, the one before it, and one inside its last prompt
 _IN_ALL = SNAPSHOTS - 2  # each holds its own windows; one more sequence runs, and its fork waits to be kept
@@ -17,7 +17,7 @@ _IN_ALL = SNAPSHOTS - 2  # each holds its own windows; one more sequence runs, a
 @dataclass
 class _Kept:
     ids: np.ndarray
-    cache: DuoCache
+    cache: SequenceCache
     chat_id: str | None
     used: int
 
@@ -29,7 +29,7 @@ class PrefixStore:
         self._kept: list[_Kept] = []
         self._clock = 0
 
-    def find(self, prompt: np.ndarray) -> DuoCache | None:
+    def find(self, prompt: np.ndarray) -> SequenceCache | None:
         """The kept cache that covers most of `prompt` (int64 ids) and leaves at least its last token to read."""
         fitting = [
             k for k in self._kept if k.cache.length < len(prompt) and np.array_equal(k.ids, prompt[: k.cache.length])
@@ -41,7 +41,7 @@ class PrefixStore:
         best.used = self._clock
         return best.cache
 
-    def keep(self, ids: Sequence[int], cache: DuoCache, chat_id: str | None) -> None:
+    def keep(self, ids: Sequence[int], cache: SequenceCache, chat_id: str | None) -> None:
         """Takes over `cache`, which holds exactly `ids`."""
         tokens = np.asarray(ids, dtype=np.int64)
         assert len(tokens) == cache.length

@@ -18,14 +18,17 @@ from app.errors import ContextTooLong
 from kernels import nvrtc
 from models.build import load_decoder
 from models.cache.duo import DuoCache
+from models.cache.endless import EndlessCache
 from models.cache.kernels import kernel_report
 from models.cache.plan import MemoryPlan
 from models.cache.pool import BlockPool
+from models.cache.sequence import SequenceCache
 from models.cache.shape import BLOCK
 from models.checkpoint import Checkpoint
 from models.decoder import Decoder
 from models.errors import PoolExhausted
 from models.heads import HeadPattern
+from models.rope import EndlessRope, Rope
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +38,13 @@ _CHATS = 4  # full contexts that the pool holds when memory allows, so that chat
 class Slot:
     """One request's sequence while it runs."""
 
-    def __init__(self, runner: Runner, prompt: np.ndarray, cache: DuoCache) -> None:
+    def __init__(self, runner: Runner, prompt: np.ndarray, cache: SequenceCache) -> None:
         self._runner = runner
         self._prompt = prompt
         self._cache = cache
         self.cached = cache.length
         self._ids: list[int] = prompt[: cache.length].tolist()
-        self._early: tuple[list[int], DuoCache] | None = None
+        self._early: tuple[list[int], SequenceCache] | None = None
 
     @property
     def length(self) -> int:
@@ -107,23 +110,29 @@ class Runner:
         self.chunk = chunk
         self.prefixes = PrefixStore()
         self._settings = settings
-        self._newest: DuoCache | None = None
+        self._newest: SequenceCache | None = None
 
     @property
-    def capacity(self) -> int:
-        """Tokens of context, prompt and answer together."""
-        return self.plan.context
+    def capacity(self) -> int | None:
+        """Tokens of context, prompt and answer together; None where there is no end to them."""
+        return None if isinstance(self.decoder.rope, EndlessRope) else self.plan.context
+
+    def new_cache(self) -> SequenceCache:
+        """An empty cache of the kind that the mode asks for."""
+        if isinstance(self.decoder.rope, EndlessRope):
+            return EndlessCache(self.pool.shape, self.decoder.rope, self.pool.device)
+        return DuoCache(self.pool)
 
     def start(self, prompt_ids: Sequence[int], chat_id: str | None) -> Slot:
         """A slot for a prompt, forked from the longest prefix that is in the cache already.
 
         Raises ContextTooLong or PoolExhausted before any work on the device.
         """
-        if len(prompt_ids) >= self.capacity:
+        if self.capacity is not None and len(prompt_ids) >= self.capacity:
             raise ContextTooLong(len(prompt_ids) + 1, self.capacity)
         prompt = np.asarray(prompt_ids, dtype=np.int64)
         known = self.prefixes.find(prompt)
-        cache = known.fork() if known is not None else DuoCache(self.pool)
+        cache = known.fork() if known is not None else self.new_cache()
         try:
             self.make_room(cache, len(prompt) + 1)
         except PoolExhausted:
@@ -132,7 +141,7 @@ class Runner:
         self._newest = cache
         return Slot(self, prompt, cache)
 
-    def make_room(self, cache: DuoCache, length: int) -> None:
+    def make_room(self, cache: SequenceCache, length: int) -> None:
         """Reserves blocks for `length` tokens, letting go of the oldest kept prefixes where the pool is full."""
         while True:
             try:
@@ -171,11 +180,15 @@ def build_runner(
     mask, shape = resolve_shape(config, pattern, settings, device)
     plan, chunk = fit(config, shape, settings, device, free_bytes(device))
     decoder = load_decoder(checkpoint, mask, settings.weights, shape, device, progress)
+    if settings.mode == "endless":
+        decoder.rope = EndlessRope(Rope(config.rope, config.head_dim, config.max_positions), plan.context)
     history = plan.context * plan.bytes_per_token
     spare = usable(device, free_bytes(device)) - (plan.total_bytes - plan.weights_bytes - history)
     contexts = min(_CHATS, max(1, spare // max(1, history)))
-    pool = BlockPool(shape, contexts * -(-plan.context // BLOCK), device)
+    blocks = contexts * -(-plan.context // BLOCK) if any(shape.retrieval_heads) else 0
+    pool = BlockPool(shape, blocks, device)
     described = {
+        "mode": settings.mode,
         "weights": settings.weights,
         "kv": settings.kv,
         "retrieval_ratio": float(mask.mean()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -24,12 +25,16 @@ log = logging.getLogger(__name__)
 CHUNKS = {"cpu": (2048,), "cuda": (16384, 8192, 4096, 2048)}
 # Share of memory left alone: other programs live on a CPU's, only the driver on a GPU's.
 _RESERVE = {"cpu": 0.1, "cuda": 0.01}
+# Endless mode: four sinks are enough, shown with 2,048 tokens in all (StreamingLLM, table 2).
+_ENDLESS_SINK, _ENDLESS_KEPT = 4, 2048
 
 
 def resolve_shape(
     config: ModelConfig, pattern: HeadPattern | None, settings: Settings, device: torch.device
 ) -> tuple[np.ndarray, CacheShape]:
     """The retrieval mask [layers, kv_heads] and the cache's shape; without a pattern every head keeps everything."""
+    if settings.mode == "endless":
+        return _endless_shape(config, settings, device)
     if pattern is None:
         pattern, ratio = HeadPattern.all_retrieval(config), 1.0
     else:
@@ -41,6 +46,20 @@ def resolve_shape(
     return mask, CacheShape.for_model(config, mask, settings.kv, sink, recent, device)
 
 
+def _endless_shape(config: ModelConfig, settings: Settings, device: torch.device) -> tuple[np.ndarray, CacheShape]:
+    """No retrieval heads; windows that stay within the positions that the model was made for."""
+    sink = _ENDLESS_SINK if settings.sink is None else settings.sink
+    recent = max(1, min(_ENDLESS_KEPT, config.max_positions) - sink) if settings.recent is None else settings.recent
+    if sink + recent > config.max_positions:
+        raise UsageError(
+            f"--sink-tokens {sink:,} and --recent {recent:,} keep {sink + recent:,} tokens; this model's window is "
+            f"{config.max_positions:,}."
+        )
+    mask = np.zeros((config.num_layers, config.num_kv_heads), dtype=np.bool_)
+    # Windows are not packed, whatever the format of a history would be.
+    return mask, replace(CacheShape.for_model(config, mask, settings.kv, sink, recent, device), bits=16)
+
+
 def fit(
     config: ModelConfig, shape: CacheShape, settings: Settings, device: torch.device, free: int
 ) -> tuple[MemoryPlan, int]:
@@ -48,7 +67,8 @@ def fit(
 
     Raises DoesNotFit when the context was asked for, or when not even one block fits.
     """
-    wanted = settings.context or config.max_positions
+    endless = settings.mode == "endless"
+    wanted = shape.sink + shape.recent if endless else settings.context or config.max_positions
     if wanted > config.max_positions:
         raise UsageError(f"--context is {wanted:,}; this model's window is {config.max_positions:,} tokens.")
     limit = usable(device, free)
@@ -57,8 +77,11 @@ def fit(
         if plan.total_bytes <= limit:
             return plan, chunk
     longest = plan.longest(limit)
-    if settings.context or longest < BLOCK:
-        advice = f"--context {longest} fits." if longest >= BLOCK else "Use a smaller model or more memory."
+    if endless or settings.context or longest < BLOCK:
+        if endless:
+            advice = "Use a smaller --recent, a smaller model or more memory."
+        else:
+            advice = f"--context {longest} fits." if longest >= BLOCK else "Use a smaller model or more memory."
         raise DoesNotFit(
             f"A context of {wanted:,} tokens needs {plan.total_bytes / 2**30:.2f} GiB; {limit / 2**30:.2f} GiB are "
             f"free. {advice}",

@@ -12,7 +12,7 @@ FinishReason = Literal["stop", "length", "cancelled", "loop"]
 class SamplingParams:
     """How the next token is chosen; `temperature` 0 is greedy.
 
-    `repetition_penalty` looks at the answer only. `max_new_tokens` None means until the context is full.
+    `repetition_penalty` looks at the answer only. `max_new_tokens` None means until the context is full, if it ever is.
     """
 
     temperature: float = 0.0

@@ -7,7 +7,7 @@ import secrets
 import time
 from dataclasses import dataclass
 
-from app.service import ChatService, PlanView
+from app.service import ChatService, MemoryBegins, PlanView
 from app.ui.answer import Answer
 from app.ui.attachment import Attachment
 
@@ -57,10 +57,19 @@ class Session:
         """What the next question would need. Raises what the service raises."""
         return self.service.plan(self.chat, [attachment.source for attachment in self.readable], question)
 
+    @property
+    def memory_begins(self) -> MemoryBegins | None:
+        """Where the chat's memory begins, an answer in progress counted; None while nothing is forgotten."""
+        if not self.service.ready:
+            return None
+        running = self.running
+        length = running.progress.total + running.tokens if running is not None and running.progress is not None else 0
+        return self.service.memory_begins(self.chat, length)
+
     def suggest(self, plan: PlanView) -> tuple[Attachment, int, int] | None:
         """Pages of the largest document that should fit, judged by their share of its text; None when none would."""
         counted = [attachment for attachment in self.readable if attachment.tokens and len(attachment.pages) > 1]
-        if plan.fits or not counted:
+        if plan.fits or plan.capacity is None or not counted:
             return None
         largest = max(counted, key=lambda attachment: attachment.tokens or 0)
         tokens = largest.tokens or 0

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from app.errors import describe
-from app.service import PlanView
+from app.service import MemoryBegins, PlanView
 from app.ui.answer import Answer
 from app.ui.attachment import Attachment
 from app.ui.session import Session
@@ -172,6 +172,8 @@ def plan_strip(plan: PlanView, suggestion: tuple[int, int] | None) -> str:
     time = f"about {duration(seconds)} to read" if seconds is not None else ""
     new = f"{plural(plan.new_tokens, 'new token')}" if plan.new_tokens < plan.prompt_tokens else ""
     detail = ", ".join(filter(None, (new, time)))
+    if plan.capacity is None:
+        return strip("plan", f"To read: {plural(plan.prompt_tokens, 'token')}", time)
     return strip("plan", f"Fits: {plan.prompt_tokens:,} of {plan.capacity:,} tokens", detail)
 
 
@@ -204,7 +206,7 @@ def status(facts: dict[str, Any] | None) -> str:
     memory = facts["memory"]
     held = memory["weights_bytes"] + memory["retrieval_kv_bytes"] + memory["streaming_kv_bytes"]
     line = [
-        f"Context {facts['context_used']:,} / {facts['context_capacity']:,}",
+        _context(facts, " / "),
         f"Memory {size(held)}",
         f"{facts['ms_per_token']:.0f} ms per token",
     ]
@@ -217,6 +219,17 @@ def status(facts: dict[str, Any] | None) -> str:
     )
 
 
+def _context(facts: dict[str, Any], of: str) -> str:
+    """How much of the context is used; of an endless one, how much is remembered."""
+    used, capacity = facts["context_used"], facts["context_capacity"]
+    if capacity is not None:
+        return f"Context {used:,}{of}{capacity:,}"
+    begins, settings = facts["memory_begins"], facts["settings"]
+    if not begins:
+        return f"Context {used:,}, endless: the last {settings['recent']:,} are remembered"
+    return f"Context {used:,}, endless: {begins['forgotten']:,} forgotten"
+
+
 def _engine_table(facts: dict[str, Any]) -> str:
     memory, settings = facts["memory"], dict(facts["settings"])
     kernels = settings.pop("backends", {})
@@ -224,7 +237,7 @@ def _engine_table(facts: dict[str, Any]) -> str:
         "Model": facts["model"],
         "Note": facts["note"],
         "Heads": facts["pattern"],
-        "Context": f"{facts['context_used']:,} of {facts['context_capacity']:,} tokens",
+        "Context": _context(facts, " of ").removeprefix("Context "),
         "Weights": f"{size(memory['weights_bytes'])} ({settings.pop('weights', '')})",
         "Cache of retrieval heads": f"{size(memory['retrieval_kv_bytes'])} ({settings.pop('kv', '')})",
         "Cache of streaming heads": size(memory["streaming_kv_bytes"]),
@@ -247,10 +260,33 @@ def _name(key: str) -> str:
 def messages(session: Session) -> list[Any]:
     """The conversation for the chat component: questions as they were typed, answers as Markdown."""
     shown: list[Any] = []
+    begins, turn = session.memory_begins, 0
     for answer in session.answers:
-        shown.append(_message("user", _files(answer) + plain(answer.question)))
-        shown.append(_message("assistant", _answer_text(answer)))
+        question, text = _files(answer) + plain(answer.question), _answer_text(answer)
+        if begins is not None and turn == begins.turn and _takes_part(answer):
+            if begins.in_answer:
+                text = _memory_line(begins, "this answer") + text
+            else:
+                question = _memory_line(begins, "what was read here") + question
+            begins = None
+        turn += _takes_part(answer)
+        shown += [_message("user", question), _message("assistant", text)]
     return shown
+
+
+def _takes_part(answer: Answer) -> bool:
+    """Whether the chat has a turn of this answer, or will have one: not when it failed or was stopped before a word."""
+    if not answer.finished.is_set():
+        return answer.error is None
+    return answer.done is not None and bool(answer.done.token_ids)
+
+
+def _memory_line(begins: MemoryBegins, where: str) -> str:
+    """The line where an endless chat's memory begins."""
+    words = f", at \u201c{escape(begins.words)}\u201d" if begins.words else ""
+    kept = f" All before it is forgotten, but for the first {plural(begins.sink, 'token')}." if begins.sink else ""
+    kept = kept or " All before it is forgotten."
+    return f'<div class="oc-memory" role="note">Memory begins in {where}{words}.{kept}</div>\n\n'
 
 
 def _message(role: str, text: str) -> dict[str, Any]:

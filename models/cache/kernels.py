@@ -9,18 +9,24 @@ import torch
 from kernels.act_quant import ACT_QUANT
 from kernels.attention_decode import KV4_DECODE
 from kernels.attention_prefill import ATTENTION
+from kernels.attention_window import WINDOW_DECODE
 from kernels.int8_gemm import INT8_GEMM
 from kernels.kv4_pack import KV4_LAYOUT
 from models.cache.shape import CacheShape
 
 
 def kernel_report(device: torch.device, shape: CacheShape) -> list[dict[str, Any]]:
-    """Rows of kernel, chosen, and declined {backend: reason}; the 4-bit kernels only where the cache has 4 bits."""
+    """Rows of kernel, chosen, and declined {backend: reason}.
+
+    The 4-bit kernels only where the cache has 4 bits, that of windows only where nothing else is kept.
+    """
     asked: list[tuple[Any, dict[str, Any]]] = [
         (INT8_GEMM, {}),
         (ACT_QUANT, {}),
         (ATTENTION, {"head_dim": shape.head_dim, "dtype": shape.compute_dtype}),
     ]
+    if not any(shape.retrieval_heads):
+        asked.append((WINDOW_DECODE, {"head_dim": shape.head_dim, "dtype": shape.exact_dtype}))
     if shape.bits == 4:
         packed = {"head_dim": shape.head_dim, "group": shape.group}
         asked += [(KV4_LAYOUT, packed), (KV4_DECODE, packed)]

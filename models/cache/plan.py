@@ -88,5 +88,9 @@ def workspace_bytes(config: ModelConfig, shape: CacheShape, chunk: int) -> int:
     attention = 4 * heads + 2 * 4 * config.num_heads * config.head_dim
     mlp = 2 * (4 + 4) * config.intermediate_size + config.hidden_size  # gate and up as int32 and as fp32
     widest_heads = max(shape.retrieval_heads)
-    scratch = 2 * widest_heads * (TILE + chunk + 2 * BLOCK) * config.head_dim * shape.compute_dtype.itemsize
+    # A window's run of keys and values; the queries as the sinks see them, and two outputs to be merged.
+    window = 2 * max(shape.streaming_heads) * (shape.recent + chunk) * config.head_dim * shape.compute_dtype.itemsize
+    if not widest_heads:
+        window += 3 * 4 * chunk * config.num_heads * config.head_dim
+    scratch = window + 2 * widest_heads * (TILE + chunk + 2 * BLOCK) * config.head_dim * shape.compute_dtype.itemsize
     return chunk * (residual + held + max(attention, mlp)) + scratch + 4 * config.vocab_size

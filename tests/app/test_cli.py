@@ -45,8 +45,8 @@ LLAMA3_8B = {
 
 class Runner(FakeRunner):
     def describe(self) -> dict[str, Any]:
-        keys = ("weights", "kv", "retrieval_ratio", "sink", "recent", "chunk", "backends")
-        return dict.fromkeys(keys, 0) | {"beyond": 1}
+        keys = ("mode", "weights", "kv", "retrieval_ratio", "sink", "recent", "chunk", "backends")
+        return dict.fromkeys(keys, 0) | {"recent": 100, "beyond": 1}
 
 
 @pytest.fixture
@@ -87,11 +87,29 @@ def test_json_is_the_last_line_with_the_named_fields(model: FakeRunner, capfd: p
     result = json.loads(last)
     assert answer == result["answer"] == "The code is 4711 – 🙂."
     assert result["finish_reason"] == "stop"
-    assert set(result) == {"answer", "finish_reason", "usage", "timings", "memory", "settings"}
+    assert set(result) == {"answer", "finish_reason", "usage", "timings", "memory", "settings", "forgotten_tokens"}
     assert set(result["usage"]) == {"prompt_tokens", "cached_tokens", "completion_tokens"}
     assert set(result["timings"]) == {"prefill_s", "prefill_tokens_per_s", "decode_ms_per_token"}
     assert set(result["memory"]) == {"weights_bytes", "retrieval_kv_bytes", "streaming_kv_bytes", "peak_bytes"}
-    assert set(result["settings"]) == {"weights", "kv", "retrieval_ratio", "sink", "recent", "chunk", "backends"}
+    named = {"mode", "weights", "kv", "retrieval_ratio", "sink", "recent", "chunk", "backends"}
+    assert set(result["settings"]) == named
+    assert result["forgotten_tokens"] == 0
+
+
+def test_an_endless_answer_tells_what_it_has_forgotten(model: FakeRunner, capfd: pytest.CaptureFixture[str]) -> None:
+    model.capacity = None
+    question = "What was it? " * 50
+    assert main(["ask", question]) == 0
+    out, err = capfd.readouterr()
+    assert out == "The code is 4711 – 🙂.\n"
+    assert err.startswith("octavo: Of ")
+    assert "tokens between the first 0 and the last 100 are forgotten" in err
+    assert main(["ask", "--json", question]) == 0
+    result = json.loads(capfd.readouterr().out.strip().split("\n")[-1])
+    usage = result["usage"]
+    assert result["forgotten_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] - 1 - 100
+    assert main(["ask", "What?"]) == 0
+    assert capfd.readouterr().err == ""
 
 
 def test_the_answer_is_streamed(model: FakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,6 +287,23 @@ def test_plan_needs_only_a_config(tmp_path: Path, capfd: pytest.CaptureFixture[s
     full = ["plan", "--config", str(config), "--context", "1000", "--retrieval-ratio", "1", "--kv", "bf16", "--json"]
     assert main(full) == 0
     assert json.loads(capfd.readouterr().out)["bytes_per_token"] == 131_072
+
+
+def test_plan_of_endless_mode_needs_no_context(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA3_8B))
+    ask = ["plan", "--config", str(config), "--mode", "endless", "--gpu-memory", "24GB"]
+    assert main([*ask, "--json"]) == 0
+    plan = json.loads(capfd.readouterr().out)
+    assert (plan["bytes_per_token"], plan["retrieval_bytes"], plan["longest_context"]) == (0, 0, None)
+    assert (plan["sink"], plan["recent"], plan["fits"]) == (4, 2044, True)
+    assert plan["streaming_bytes"] % (2048 * 131_072) == 0  # fp16, for each of the sequences that are kept
+    assert main([*ask, "--sink-tokens", "0", "--recent", "100"]) == 0
+    out = capfd.readouterr().out
+    assert "keep the first 0 and the last 100 tokens" in out
+    assert "without end" in out
+    assert main([*ask, "--context", "1000"]) == 2
+    assert "--context means nothing in endless mode" in capfd.readouterr().err
 
 
 def test_plan_is_readable_and_knows_the_models_window(capfd: pytest.CaptureFixture[str]) -> None:

@@ -43,14 +43,25 @@ def test_unknown_setting_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
+    "values", [{"kv": "kv4"}, {"pattern": Path()}, {"retrieval_ratio": 0.3}, {"context": 4096}], ids=str
+)
+def test_endless_mode_refuses_what_would_mean_nothing_in_it(values: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=f"--{next(iter(values)).replace('_', '-')} means nothing in endless mode"):
+        Settings.from_mapping({"mode": "endless", **values})
+    Settings.from_mapping({"mode": "duo", **values})
+    assert Settings.from_mapping({"mode": "endless", "sink": 0, "recent": 1, "kv": None}).mode == "endless"
+
+
+@pytest.mark.parametrize(
     ("values", "named"),
     [
         ({"weights": "int4"}, "--weights"),
+        ({"mode": "forever"}, "duo, endless"),
         ({"kv": "kv2"}, "kv4, kv8, bf16"),
         ({"retrieval_ratio": 1.5}, "between 0 and 1"),
         ({"retrieval_ratio": float("nan")}, "--retrieval-ratio"),
         ({"retrieval_ratio": "0.5"}, "--retrieval-ratio"),
-        ({"sink": -1}, "--sink"),
+        ({"sink": -1}, "--sink-tokens"),
         ({"recent": 0}, "--recent"),
         ({"chunk": 0}, "--chunk"),
         ({"context": 0}, "--context"),

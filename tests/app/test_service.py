@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -377,3 +378,55 @@ def test_status_tells_what_people_want_to_know(start: Start) -> None:
     assert status["ms_per_token"] > 0
     assert status["prefill_tokens_per_s"] > 0
     assert service.status()["context_used"] == 0
+
+
+def test_an_endless_context_never_fills_and_tells_where_its_memory_begins(start: Start, document: Document) -> None:
+    service = start(capacity=None, answer=lambda prompt: "a" * 30 + "b" * 30)
+    chat = service.new_chat()
+    assert service.status(chat)["context_capacity"] is None
+    long = "The story goes on and on. " * 200
+    plan = service.plan(chat, [document], long)
+    assert plan.fits
+    assert plan.capacity is None
+    assert "the last 100 are remembered" in plan.message
+    assert service.memory_begins(chat) is None
+    assert service.memory_begins(chat, 104) is None  # the first 4 and the last 100: nothing is missing
+    running = service.memory_begins(chat, 105)
+    assert running is not None
+    assert (running.forgotten, running.turn, running.words) == (1, 0, "")
+
+    finish(service.ask(chat, long, [document]))
+    begins = service.memory_begins(chat)
+    assert begins is not None
+    assert (begins.forgotten, begins.turn, begins.in_answer) == (chat.token_count - 104, 0, False)
+    first = chat.token_ids[-100:]
+    assert FakeTokenizer().decode(first).startswith(begins.words.split()[0])
+    finish(service.ask(chat, "?"))
+    begins = service.memory_begins(chat)
+    assert begins is not None
+    assert (begins.turn, begins.in_answer) == (0, True)
+    assert set(begins.words) <= {"a", "b"}
+    assert service.status(chat)["memory_begins"]["forgotten"] == begins.forgotten
+
+
+def test_an_endless_answer_has_no_limit_but_the_one_that_was_asked_for(start: Start) -> None:
+    letters = random.Random(0).choices("abcdefgh", k=4000)
+    service = start(capacity=None, answer=lambda prompt: "".join(letters) + "and on " * 200)  # the end goes in circles
+    done = finish(service.ask(service.new_chat(), "Go on"))
+    assert (done.finish_reason, done.usage.completion_tokens) == ("stop", 5401)
+    done = finish(service.ask(service.new_chat(), "Go on", sampling=SamplingParams(max_new_tokens=5000)))
+    assert (done.finish_reason, done.usage.completion_tokens) == ("length", 5000)
+    generation = service.ask(service.new_chat(), "Go on")
+    for event in generation:
+        if isinstance(event, Token):
+            generation.cancel()
+            break
+    assert service.ask(service.new_chat(), "Again", sampling=SamplingParams(max_new_tokens=1)).result()
+
+
+def test_a_limited_context_has_no_memory_that_begins(start: Start) -> None:
+    service = start()
+    chat = service.new_chat()
+    finish(service.ask(chat, "Q " * 300))
+    assert service.memory_begins(chat) is None
+    assert service.status(chat)["memory_begins"] is None

@@ -169,3 +169,10 @@ def test_other_dtypes_and_files_are_refused_by_name(saved: Path) -> None:
         open_checkpoint(saved / "model.safetensors")
     with pytest.raises(BadCheckpoint, match="no model at"):
         open_checkpoint(saved / "absent.gguf")
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.sinks", "model.layers.0.self_attn.attention_sink_bias"])
+def test_learned_sink_logits_are_refused_by_name(saved: Path, name: str) -> None:
+    rewrite(saved, {name: torch.zeros(4)})
+    with pytest.raises(UnsupportedModel, match=f"{name}.*learned sink logits"):
+        open_checkpoint(saved)

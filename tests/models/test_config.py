@@ -243,3 +243,19 @@ def assert_config_or_model_error(data: dict[str, Any]) -> None:
 def test_an_absurd_number_of_layers_is_refused_at_once() -> None:
     with pytest.raises(BadCheckpoint, match=r"num_hidden_layers = 2147483647.*4,096"):
         ModelConfig.from_hf({**OLD, "num_hidden_layers": 2**31 - 1})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": ["GptOssForCausalLM"]},
+        {"model_type": "gpt_oss", "architectures": None},
+        {"add_full_attention_sink_bias": True},
+        {"attn_sink": True},
+        {"learned_sinks": [0.1]},
+    ],
+)
+def test_learned_sink_logits_are_refused_by_name(changes: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModel, match="learned sink logits") as refusal:
+        ModelConfig.from_hf({**OLD, **changes})
+    assert refusal.value.key in changes

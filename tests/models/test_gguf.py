@@ -212,6 +212,8 @@ def raw_gguf(path: Path, architecture: str, kind: int = 0, version: int = 3, pai
 def test_gguf_refusals_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"general\.architecture = 'gemma3'"):
         open_checkpoint(raw_gguf(tmp_path / "m.gguf", "gemma3"))
+    with pytest.raises(UnsupportedModel, match=r"general\.architecture = 'gpt-oss'.*learned sink logits"):
+        open_checkpoint(raw_gguf(tmp_path / "m.gguf", "gpt-oss"))
     with pytest.raises(UnsupportedModel, match=r"type of token_embd\.weight = 'Q8_1'"):
         open_checkpoint(raw_gguf(tmp_path / "m.gguf", "llama", kind=9))
     with pytest.raises(UnsupportedModel, match=r"type of token_embd\.weight = 250"):

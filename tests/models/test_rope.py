@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from models.config import ModelConfig, RopeConfig
-from models.rope import Rope
+from models.rope import EndlessRope, Rope
 
 KINDS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 5e5},
@@ -127,3 +127,42 @@ def test_positions_outside_the_context_are_refused() -> None:
         with pytest.raises(ValueError, match="context of 512"):
             rope.table(torch.tensor([position]))
     assert rope.table(torch.empty(0, dtype=torch.int64)).shape == (0, HEAD_DIM // 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_endless_positions_equal_plain_ones_near_the_start(kind: str) -> None:
+    rope = rope_of(kind)
+    endless = EndlessRope(rope, 200)
+    positions = torch.arange(200)
+    plain = rope.table(positions, seq_len=200)
+    torch.testing.assert_close(endless.table(positions), plain, rtol=0, atol=2e-7)
+    torch.testing.assert_close(
+        endless.table(positions[100:]) * endless.back(positions[:100]),
+        plain[100:101].expand(100, -1),
+        rtol=0,
+        atol=4e-7,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("far", [4_194_304, 10**9 + 7, 1 << 40, (1 << 62) - 9000])
+def test_endless_distances_are_exact_however_far_out(kind: str, far: int) -> None:
+    """Phases are integers: the angle between two positions is the same to the last bit wherever they lie."""
+    endless = EndlessRope(rope_of(kind), 8192)
+    near, distant = torch.arange(0, 8192, 7), torch.arange(0, 8192, 7) + far
+    steps = endless._steps
+    assert torch.equal(distant[:, None] * steps - (distant[:1] * steps), near[:, None] * steps - near[:1] * steps)
+    here, there = endless.table(near), endless.table(distant)
+    torch.testing.assert_close(there * there[:1].conj(), here * here[:1].conj(), rtol=0, atol=8e-7)
+
+
+def test_endless_positions_are_right_far_out() -> None:
+    """Against exact arithmetic at a million million tokens."""
+    endless = EndlessRope(rope_of("default"), 8192)
+    position = 10**12 + 3
+    got = endless.table(torch.tensor([position]))[0].to(torch.complex128)
+    with mp.workdps(60):
+        for pair in range(len(got)):
+            frequency = mp.mpf(endless._steps[pair].item()) / mp.mpf(2) ** 64 * 2 * mp.pi
+            want = mp.expj(frequency * position)
+            assert abs(complex(want) - complex(got[pair])) < 2e-7

@@ -1,0 +1,6 @@
+"""Decode attention over sinks and a ring, as they lie: the sinks meet a query of their own position."""
+
+from kernels.attention_window import ref
+from kernels.registry import Backend, Kernel, always
+
+WINDOW_DECODE = Kernel("attention_window", (Backend("reference", ref, always),))

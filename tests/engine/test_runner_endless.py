@@ -1,0 +1,97 @@
+"""The runner in endless mode with the embedded model: no end, reuse and forks, constant memory, what is refused."""
+
+import pytest
+import torch
+
+from app.config import Settings
+from app.embedded import embedded_model_path
+from app.engine.runner import build_runner
+from app.engine.sizing import fit, resolve_shape
+from app.errors import UsageError
+from models.cache.endless import EndlessCache
+from models.cache.plan import SNAPSHOTS
+from models.checkpoint import open_checkpoint
+from models.errors import DoesNotFit
+from tests.engine.test_runner import _greedy, _read
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def runner():
+    """The first 4 and the last 200 tokens; chunks that are no multiple of anything."""
+    return build_runner(open_checkpoint(embedded_model_path()), None, Settings(mode="endless", recent=200, chunk=333))
+
+
+def test_there_is_no_end_and_memory_stays_the_same(runner, prose_ids):
+    assert runner.capacity is None
+    slot = runner.start(prose_ids[:700], None)
+    cache = slot._cache
+    assert isinstance(cache, EndlessCache)
+    held = runner.memory().streaming_kv_bytes
+    assert held == runner.pool.shape.window_bytes == runner.plan.streaming_bytes // SNAPSHOTS
+    _greedy(slot, _read(runner, slot, prose_ids[:700]), 20)
+    assert slot.length == 720
+    assert runner.memory().streaming_kv_bytes == held
+    assert runner.memory().retrieval_kv_bytes == 0
+    assert cache.keys.untyped_storage().nbytes() + cache.values.untyped_storage().nbytes() == held
+    slot.discard()
+
+
+def test_a_prompt_beyond_the_models_window_is_not_refused(runner, prose_ids):
+    """8,192 positions are what the model was made for; tests/models/test_endless.py reads on past them."""
+    prompt = prose_ids[:8500]
+    slot = runner.start(prompt, None)
+    assert slot.prefill(prompt[: runner.chunk]).isfinite().all()
+    slot.discard()
+
+
+def test_second_turn_reads_only_its_new_tokens_and_answers_as_a_fresh_run(runner, prose_ids):
+    prompt = prose_ids[:700]
+    slot = runner.start(prompt, "a")
+    answer = _greedy(slot, _read(runner, slot, prompt), 8)
+    slot.publish("a")
+    follow_up = prompt + answer + prose_ids[700:760]
+    again = runner.start(follow_up, "a")
+    assert again.cached == 708
+    reused = _read(runner, again, follow_up)
+    again.discard()
+    while runner.prefixes.drop_oldest():
+        pass
+    fresh = runner.start(follow_up, None)
+    assert fresh.cached == 0
+    logits = _read(runner, fresh, follow_up)
+    fresh.discard()
+    assert torch.cosine_similarity(logits, reused, 0) > 0.99
+    assert int(logits.argmax()) == int(reused.argmax())
+
+
+def test_the_same_prompt_again_answers_the_same(runner, prose_ids):
+    prompt = prose_ids[1000:1650]
+    slot = runner.start(prompt, "b")
+    first = _greedy(slot, _read(runner, slot, prompt), 8)
+    slot.publish("b")
+    again = runner.start(prompt, "b")
+    assert 0 < 650 - again.cached <= 128
+    assert _greedy(again, _read(runner, again, prompt), 8) == first
+    again.discard()
+
+
+def _shape(**changes):
+    return resolve_shape(open_checkpoint(embedded_model_path()).config, None, Settings(mode="endless", **changes), CPU)
+
+
+def test_windows_take_their_default_from_the_model():
+    shape = _shape()[1]
+    assert (shape.sink, shape.recent, shape.bytes_per_token, sum(shape.retrieval_heads)) == (4, 2044, 0, 0)
+    assert (_shape(sink=0)[1].recent, _shape(sink=5000)[1].recent) == (2048, 1)
+    assert _shape(sink=0, recent=1)[1].recent == 1
+    assert _shape(recent=8188)[1].recent == 8188
+    with pytest.raises(UsageError, match="--sink-tokens 4 and --recent 8,189 keep 8,193 tokens.*8,192"):
+        _shape(recent=8189)
+
+
+def test_windows_that_do_not_fit_are_refused_with_both_numbers():
+    config, settings = open_checkpoint(embedded_model_path()).config, Settings(mode="endless")
+    with pytest.raises(DoesNotFit, match=r"GiB; 0\.09 GiB are free.*--recent"):
+        fit(config, _shape()[1], settings, CPU, 100 << 20)
