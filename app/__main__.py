@@ -38,6 +38,15 @@ def build_parser() -> argparse.ArgumentParser:
     _running_flags(serve)
     serve.add_argument("--host", help=f"address to listen on (default {Settings.host}: this machine only)")
     serve.add_argument("--port", type=int, help=f"port to listen on (default {Settings.port})")
+    serve.add_argument(
+        "--auth",
+        action="append",
+        metavar="USER:PASSWORD",
+        help="who may open the page; may be repeated (or set OCTAVO_AUTH: other users of this machine see flags)",
+    )
+    serve.add_argument(
+        "--api-key", action="append", metavar="KEY", help="a key for /v1; may be repeated (or set OCTAVO_API_KEY)"
+    )
 
     ask = commands.add_parser("ask", help="one answer on the terminal", description="Answer one question.")
     ask.add_argument("question", metavar="QUESTION")

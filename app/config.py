@@ -26,13 +26,18 @@ def _folder(variable: str, default: str) -> Path:
     return Path(os.environ.get(variable) or default).expanduser()
 
 
+def _secret(variable: str) -> tuple[str, ...]:
+    return (value,) if (value := os.environ.get(variable)) else ()
+
+
 @dataclass(frozen=True)
 class Settings:
     """Everything a person can choose; `None` means "automatic". Flags take their defaults from here.
 
     `model`: None, "embedded", a hub id, a directory of safetensors, or a .gguf file. `sink`, `recent`, `chunk` and
     `context` are in tokens. `retrieval_ratio` counts only when there is a head pattern. In `mode` "endless" every head
-    keeps the first `sink` and the last `recent` tokens, and the context never fills.
+    keeps the first `sink` and the last `recent` tokens, and the context never fills. `auth` holds "user:password",
+    `api_key` keys of the API; the command line shows both to everyone on the machine, the environment does not.
     """
 
     model: str | None = field(default_factory=lambda: os.environ.get("OCTAVO_MODEL") or None)
@@ -48,6 +53,8 @@ class Settings:
     threads: int | None = None
     host: str = "127.0.0.1"
     port: int = 7860
+    auth: tuple[str, ...] = field(default_factory=lambda: _secret("OCTAVO_AUTH"), repr=False)
+    api_key: tuple[str, ...] = field(default_factory=lambda: _secret("OCTAVO_API_KEY"), repr=False)
     debug: bool = False
     cache_dir: Path = field(default_factory=lambda: _folder("OCTAVO_CACHE", "~/.cache/octavo"))
 
@@ -74,6 +81,12 @@ class Settings:
             if tokens is not None:
                 _whole(flag, tokens, least, 2**40)
         _whole("--port", self.port, 0, 65535)
+        for name in ("auth", "api_key"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if any(not all(person.partition(":")[::2]) for person in self.auth):
+            raise UsageError("--auth must be USER:PASSWORD, both of them not empty.")
+        if any(len(key) < 8 or key.split() != [key] for key in self.api_key):
+            raise UsageError("--api-key must have at least 8 characters and no spaces.")
         if self.pattern is not None and not self.pattern.is_dir():
             raise UsageError(f"--pattern: {self.pattern} is not a directory with full_attention_heads.tsv in it.")
 

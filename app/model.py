@@ -49,6 +49,7 @@ class TextTokenizer(PromptTokenizer, TokenBytes, Protocol):
     """A tokenizer for prompts, documents and answers."""
 
     eos_ids: frozenset[int]
+    vocab_size: int
 
     def encode_text(
         self,

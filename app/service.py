@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -9,13 +10,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from app.chat import Chat, Selection, Turn
 from app.config import Settings
+from app.conversation import AnswerMemory, Message, exchanges
 from app.documents import Document, read_document
 from app.engine.detokenize import Detokenizer
 from app.engine.engine import Engine, Generation
 from app.engine.sampler import check_sampling
-from app.engine.stats import CostModel
+from app.engine.stats import CostModel, Totals
 from app.engine.types import Done, GenerationRequest, SamplingParams
 from app.errors import ContextTooLong, NotReady, UsageError
 from app.model import LoadProgress, OpenModel, open_model
@@ -74,6 +78,7 @@ class ChatService:
         self._closed = False
         self._lock = threading.Lock()
         self._tokens: OrderedDict[tuple[Any, ...], tuple[int, ...]] = OrderedDict()
+        self._answers = AnswerMemory()
 
     @property
     def ready(self) -> bool:
@@ -190,12 +195,59 @@ class ChatService:
             chat.follow(generation)
         return generation
 
+    def converse(
+        self, messages: Sequence[Message], sampling: SamplingParams | None = None, bucket: str = ""
+    ) -> Generation:
+        """Answer a conversation that is given whole, such as an API request's.
+
+        What the cache has of it is not read again. Requests of one `bucket`, or else of one beginning, share their
+        place there. Raises NotReady, UsageError, ContextTooLong.
+        """
+        loaded = self._need()
+        sampling = sampling or SamplingParams()
+        system, turns = exchanges(messages)
+        ids: list[int] = []
+        for turn in turns:
+            content = self._content(loaded, turn.sources, turn.question)
+            ids += loaded.prompts.next(content) if ids else loaded.prompts.first(content, system)
+            bucket = bucket or _digest(ids)
+            if turn.answer is not None:
+                known = self._answers.find(ids, turn.answer)
+                ids += loaded.model.tokenizer.encode_text(turn.answer, start=False) if known is None else known
+
+        def keep(done: Done) -> None:
+            if done.token_ids and not sampling.stop:  # what ends before a stop text has ids behind its text
+                self._answers.keep(ids, done.text, tuple(loaded.prompts.answer_ids(done.token_ids, loaded.stop_ids)))
+
+        return self._submit(loaded, tuple(ids), sampling, "api " + bucket, keep)
+
+    def complete(
+        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, bucket: str = ""
+    ) -> Generation:
+        """Continue a text, which never becomes control tokens, or token ids, which may be any. Raises as `converse`."""
+        loaded = self._need()
+        tokenizer = loaded.model.tokenizer
+        if isinstance(prompt, str):
+            ids = tokenizer.encode_text(prompt)
+            if tokenizer.add_bos and tokenizer.bos_id is not None:
+                ids.insert(0, tokenizer.bos_id)
+        else:
+            ids = list(prompt)
+            wrong = next((token for token in ids if not 0 <= token < tokenizer.vocab_size), None)
+            if wrong is not None:
+                raise UsageError(f"Token {wrong} does not exist; ids go from 0 to {tokenizer.vocab_size - 1}.")
+        if not ids:
+            raise UsageError("The prompt is empty.")
+        bucket = bucket or _digest(ids[:64])
+        return self._submit(loaded, tuple(ids), sampling or SamplingParams(), "api " + bucket)
+
     def status(self, chat: Chat | None = None) -> dict[str, Any]:
         """Facts for people and for --json.
 
         Keys: model, note, pattern, context_used, context_capacity (None: without end), memory_begins (what
-        `memory_begins` gives), memory (bytes by kind), ms_per_token, prefill_tokens_per_s, busy, settings (mode,
-        weights, kv, retrieval_ratio, sink, recent, chunk, backends).
+        `memory_begins` gives), memory (bytes by kind), ms_per_token, prefill_tokens_per_s, busy, waiting
+        (requests in line), totals (see Totals), settings (mode, weights, kv, retrieval_ratio, sink, recent, chunk,
+        backends).
         """
         loaded = self._need()
         runner, timings = loaded.model.runner, loaded.engine.timings
@@ -210,6 +262,8 @@ class ChatService:
             "ms_per_token": timings.decode_ms_per_token,
             "prefill_tokens_per_s": timings.prefill_tokens_per_s,
             "busy": loaded.engine.busy,
+            "waiting": loaded.engine.waiting,
+            "totals": asdict(loaded.engine.totals),
             "settings": runner.describe(),
         }
 
@@ -235,6 +289,23 @@ class ChatService:
                 at -= len(ids)
         return MemoryBegins(first - loaded.sink, loaded.sink, len(turns), False, "")
 
+    def _submit(
+        self,
+        loaded: _Loaded,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        chat_id: str,
+        keep: Callable[[Done], None] | None = None,
+    ) -> Generation:
+        try:
+            check_sampling(sampling)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        capacity = loaded.engine.runner.capacity
+        if capacity is not None and len(prompt) >= capacity:
+            raise ContextTooLong(len(prompt) + 1, capacity, "Send fewer messages or a shorter document.")
+        return loaded.engine.submit(GenerationRequest(prompt, sampling, loaded.stop_ids, chat_id), keep)
+
     def _need(self) -> _Loaded:
         loaded = self._loaded
         if loaded is not None:
@@ -244,13 +315,17 @@ class ChatService:
         raise NotReady("The service is closed." if self._closed else "The model is still loading. Try again soon.")
 
     def _new_ids(self, loaded: _Loaded, chat: Chat, sources: Sequence[Selection], question: str) -> list[int]:
+        content = self._content(loaded, sources, question)
+        return loaded.prompts.next(content) if chat.turns else loaded.prompts.first(content, chat.system)
+
+    def _content(self, loaded: _Loaded, sources: Sequence[Selection], question: str) -> list[str | Encoded]:
         content: list[str | Encoded] = []
         for source in sources:
             content += [f"Document: {source.title}\n\n", Encoded(self._ids(loaded, source)), "\n\n"]
         if sources:
             content.append(_INSTRUCTION.format("document" if len(sources) == 1 else "documents"))
         content.append(question.strip())
-        return loaded.prompts.next(content) if chat.turns else loaded.prompts.first(content, chat.system)
+        return content
 
     def _ids(
         self,
@@ -318,6 +393,7 @@ class _Loaded:
         words = self.model.tokenizer.encode_text("The quick brown fox jumps over the lazy dog. ") or [0]
         prompt = tuple((words * (length // len(words) + 1))[:length])
         self.engine.submit(GenerationRequest(prompt, SamplingParams(max_new_tokens=2))).result()
+        self.engine.totals = Totals()
 
 
 def _selection(document: Document | Selection) -> Selection:
@@ -327,6 +403,10 @@ def _selection(document: Document | Selection) -> Selection:
 def _new_sources(chat: Chat, documents: Sequence[Document | Selection] | None) -> tuple[Selection, ...]:
     chosen = {source.key: source for source in map(_selection, documents or ())}
     return tuple(source for source in chosen.values() if not chat.has(source))
+
+
+def _digest(ids: Sequence[int]) -> str:
+    return hashlib.sha256(np.asarray(ids, dtype=np.int64).tobytes()).hexdigest()
 
 
 def _too_long(need: int, capacity: int, chat: Chat) -> ContextTooLong:

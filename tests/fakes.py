@@ -26,6 +26,7 @@ class FakeTokenizer:
         self.template_variables: dict[str, str] = {"eos_token": "<|im_end|>"}
         self.special_ids = {"<|im_start|>": START, "<|im_end|>": END}
         self.eos_ids = frozenset({END})
+        self.vocab_size = 258
         self.bos_id: int | None = None
         self.add_bos = False
         self.space_after_special = False

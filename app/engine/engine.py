@@ -17,7 +17,7 @@ import torch
 
 from app.engine.detokenize import Detokenizer
 from app.engine.sampler import LoopDetector, Sampler, check_sampling
-from app.engine.stats import CostModel
+from app.engine.stats import CostModel, Totals
 from app.engine.types import (
     Done,
     Event,
@@ -154,6 +154,7 @@ class Engine:
         self.runner = runner
         self.cost = cost or CostModel()
         self.timings = Timings()
+        self.totals = Totals()
         self._detok_factory = detok_factory
         self._queue: deque[_Job] = deque()
         self._running: _Job | None = None
@@ -167,6 +168,11 @@ class Engine:
         """Whether a request runs or waits."""
         with self._changed:
             return self._running is not None or bool(self._queue)
+
+    @property
+    def waiting(self) -> int:
+        """Requests in line behind the one that runs."""
+        return len(self._queue)
 
     def submit(self, request: GenerationRequest, on_done: Callable[[Done], None] | None = None) -> Generation:
         """Put a request in line. `on_done` is called in the worker before the `Done` event is sent."""
@@ -233,6 +239,7 @@ class Engine:
                 job.on_done(event)
             except Exception as error:
                 event = _failed(error)
+        self.totals.ended(event.finish_reason if isinstance(event, Done) else "failed")
         job.finished.set()  # first: whoever gets the last event may ask again at once
         job.events.put(event)
 
@@ -259,6 +266,7 @@ class Engine:
             raise
         self.timings = answer.timings(self.timings)
         usage = Usage(len(prompt), slot.cached, len(answer.ids))
+        answer.add_to(self.totals, usage)
         return Done(
             reason, "".join(answer.parts), tuple(answer.ids), usage, answer.timings(Timings()), self.runner.memory()
         )
@@ -337,6 +345,14 @@ class _Answer:
             self._read / self._read_s if self._read_s else previous.prefill_tokens_per_s,
             self._write_s / self._steps * 1000 if self._steps else previous.decode_ms_per_token,
         )
+
+    def add_to(self, totals: Totals, usage: Usage) -> None:
+        """Count what was read and written."""
+        totals.prompt_tokens += usage.prompt_tokens
+        totals.cached_tokens += usage.cached_tokens
+        totals.completion_tokens += usage.completion_tokens
+        totals.prefill_s += self._read_s
+        totals.decode_s += self._write_s
 
     def _send(self, text: str, token: int, even_empty: bool = False) -> None:
         if text or even_empty:

@@ -1,6 +1,24 @@
-"""How long reading takes: a cost model fitted on the chunks that were read."""
+"""What the engine has done, and how long reading takes: a cost model fitted on the chunks that were read."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Totals:
+    """Counts since the start: requests by how they ended ("failed" too), tokens, seconds on the device."""
+
+    requests: dict[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+    def ended(self, how: str) -> None:
+        """One more request ended."""
+        self.requests[how] = self.requests.get(how, 0) + 1
 
 
 class CostModel:

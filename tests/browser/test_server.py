@@ -10,8 +10,10 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
+from app.access import Access, Guard, is_local
+from app.config import Settings
 from app.errors import UsageError
-from app.ui.server import Guard, bind, is_local
+from app.ui.server import bind, serve
 from app.ui.uploads import Uploads
 
 
@@ -31,6 +33,41 @@ def test_an_address_of_another_machine_is_a_usage_error(host: str) -> None:
 def test_is_local() -> None:
     assert all(map(is_local, ("127.0.0.1", "localhost", "::1")))
     assert not any(map(is_local, ("0.0.0.0", "10.1.2.3", "octavo.example")))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
+def test_other_machines_are_let_in_only_with_a_password_or_key(host: str) -> None:
+    with pytest.raises(UsageError, match="--auth USER:PASSWORD"):
+        serve(Settings(host=host, auth=(), api_key=()))
+
+
+def test_passwords_and_keys_are_checked_before_anything_starts() -> None:
+    for auth in ("", "ann", "ann:", ":secret"):
+        with pytest.raises(UsageError, match="USER:PASSWORD"):
+            Settings(auth=(auth,))
+    for key in ("", "short", "with a space"):
+        with pytest.raises(UsageError, match="--api-key"):
+            Settings(api_key=(key,))
+    assert "s3cret" not in repr(Settings(auth=("ann:s3cret",), api_key=("s3cret-s3cret",)))
+
+
+def test_from_elsewhere_a_key_opens_the_api_and_a_password_everything() -> None:
+    app = FastAPI()
+    app.add_api_route("/", lambda: "page")
+    app.add_api_route("/v1/models", lambda: "api")
+    app.add_middleware(Guard, local=False, host="0.0.0.0", access=Access(keys=["key-key-key"]))
+    client, key = _client(app), {"authorization": "Bearer key-key-key"}
+    assert client.get("/v1/models", headers=key).status_code == 200
+    assert client.get("/v1/models").status_code == 401
+    assert client.get("/", headers=key).status_code == client.get("/").status_code == 403
+    app = FastAPI()
+    app.add_api_route("/", lambda: "page")
+    app.add_api_route("/v1/models", lambda: "api")
+    app.add_middleware(Guard, local=False, host="0.0.0.0", access=Access(["ann:pass:word"]))
+    client = _client(app)
+    assert client.get("/").status_code == client.get("/v1/models").status_code == 401
+    for path in ("/", "/v1/models"):
+        assert client.get(path, auth=("ann", "pass:word")).status_code == 200
 
 
 def _client(app: FastAPI, **options: Any) -> TestClient:

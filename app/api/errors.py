@@ -1,0 +1,85 @@
+"""Errors in the shape that OpenAI's clients expect: {"error": {message, type, param, code}}."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.responses import JSONResponse, Response
+
+from app.errors import ContextTooLong, NotReady, OctavoError, describe
+
+log = logging.getLogger("octavo.api")
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_RETRY_S = "5"  # clients wait this long and ask again
+
+
+class ApiError(OctavoError):
+    """A request that is refused; `param` names the field, `code` is for programs."""
+
+    def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.http_status = status
+        self.param = param
+        self.code = code
+
+
+def body_of(error: BaseException) -> tuple[dict[str, Any], int]:
+    """The JSON body that tells an error, and its HTTP status."""
+    message, status, _ = describe(error)
+    param, code = (error.param, error.code) if isinstance(error, ApiError) else (None, None)
+    if isinstance(error, ContextTooLong):  # OpenAI's own status and code: clients shorten the prompt on them
+        status, param, code = 400, "messages", "context_length_exceeded"
+    if status >= 500 and not isinstance(error, NotReady):
+        log.error("A request failed", exc_info=error)
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}, status
+
+
+def error_response(error: BaseException) -> JSONResponse:
+    """An error as the answer to a request."""
+    body, status = body_of(error)
+    return JSONResponse(body, status, {"Retry-After": _RETRY_S} if status in (429, 503) else None)
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Every error of this app's own routes is told in OpenAI's shape."""
+
+    async def on_error(request: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, StarletteHTTPException)
+        return error_response(ApiError(str(error.detail), error.status_code))
+
+    async def on_validation(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return error_response(_first(error.errors()))
+
+    app.add_exception_handler(OctavoError, on_error)
+    app.add_exception_handler(Exception, on_error)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(RequestValidationError, on_validation)
+
+
+def _first(errors: Sequence[Any]) -> ApiError:
+    """The first thing that is wrong with a body, naming the field as a client wrote it."""
+    error = errors[0]
+    if isinstance(cause := error.get("ctx", {}).get("error"), ApiError):
+        return cause
+    if error["type"] == "json_invalid":
+        return ApiError(f"The body is no valid JSON: {error.get('ctx', {}).get('error', error['msg'])}.")
+    # Tags of unions are ours, not the client's.
+    path = [part for part in error["loc"][1:] if not (isinstance(part, str) and part.startswith("as "))]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+    if error["type"] == "extra_forbidden":
+        return ApiError(f"{param} is not supported.", param=param, code="unsupported_parameter")
+    if error["type"] == "missing":
+        return ApiError(f"{param or 'The body'} is missing.", param=param or None, code="missing_required_parameter")
+    message = error["msg"].removeprefix("Value error, ")
+    return ApiError(f"{param or 'The body'}: {message[:1].lower()}{message[1:]}.", param=param or None)

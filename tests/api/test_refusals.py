@@ -1,0 +1,239 @@
+"""What the API refuses, and how it tells: OpenAI's own client against a fake model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from app.access import Access, Guard
+from app.api import add_api
+from app.config import Settings
+from app.model import OpenModel
+from app.service import ChatService
+from app.ui.server import bind
+from tests.fakes import END, FakeRunner, FakeSlot, FakeTokenizer
+
+MODEL = "fake"
+Start = Callable[..., str]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Serves the API over a fake model, without the page; gives its address."""
+    running: list[tuple[uvicorn.Server, threading.Thread, ChatService]] = []
+
+    def serve(*, access: Access | None = None, local: bool = True, **runner: Any) -> str:
+        model = OpenModel("fake", FakeRunner(**{"capacity": 2000} | runner), FakeTokenizer(), frozenset({END}), int)
+        service = ChatService(Settings(), lambda settings, progress: model)
+        service.load()
+        app = FastAPI()
+        add_api(app, service, tmp_path / "files")
+        app.add_middleware(Guard, local=local, host="127.0.0.1", access=access)
+        sock = bind("127.0.0.1", 0)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+        thread.start()
+        running.append((server, thread, service))
+        return f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+    yield serve
+    for server, thread, service in running:
+        server.should_exit = True
+        thread.join(10)
+        runner = service._loaded.engine.runner if service._loaded else None
+        service.close()
+        assert isinstance(runner, FakeRunner)
+        assert runner.open_slots == 0
+
+
+def connect(url: str, key: str = "none is needed") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30)
+
+
+@pytest.fixture
+def client(start: Start) -> openai.OpenAI:
+    return connect(start())
+
+
+def ask(*parts: Any) -> list[Any]:
+    return [{"role": "user", "content": [p if isinstance(p, dict) else {"type": "text", "text": p} for p in parts]}]
+
+
+def test_refusals_name_the_field(client: openai.OpenAI) -> None:
+    good: Any = {"model": MODEL, "messages": ask("Hello")}
+    for bad, param in (
+        ({"n": 2}, "n"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"logprobs": True}, "logprobs"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"extra_body": {"nonsense": 1}}, "nonsense"),
+        ({"temperature": 3}, "temperature"),
+        ({"stop": [""]}, "stop[0]"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": "Hi", "name": "Bo"}]}, "messages[0].name"),
+        ({"messages": ask({"type": "image_url", "image_url": {"url": "x"}})}, "messages"),
+        ({"messages": [*ask("Hi"), {"role": "system", "content": "Be brief."}]}, "messages"),
+        ({"messages": [*ask("Hi"), {"role": "assistant", "content": "Ho"}]}, "messages"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(**good | bad)
+        assert caught.value.param == param, (bad, caught.value)
+        assert caught.value.type == "invalid_request_error"
+    for harmless in ({"n": 1}, {"frequency_penalty": 0}, {"tools": []}, {"user": "me"}, {"logprobs": False}):
+        client.chat.completions.create(**good | {"max_tokens": 1} | harmless)
+    for refused in ({"echo": True}, {"best_of": 2}, {"suffix": "x"}, {"prompt": ["a", "b"]}, {"prompt": [10**6]}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(**{"model": MODEL, "prompt": "x"} | refused)
+        assert caught.value.param == next(iter(refused))
+
+
+def test_files_that_are_no_documents_are_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.APIStatusError, match="picture") as caught:
+        client.files.create(file=("a.png", b"\x89PNG\r\n\x1a\n" + b"\0" * 99), purpose="user_data")
+    assert caught.value.status_code == 415
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.files.create(file=("a.jsonl", b"{}"), purpose="fine-tune")
+    assert refused.value.param == "purpose"
+    expires: Any = {"anchor": "created_at", "seconds": 3600}
+    with pytest.raises(openai.BadRequestError) as expiring:
+        client.files.create(file=("a.txt", b"text"), purpose="user_data", expires_after=expires)
+    assert str(expiring.value.param).startswith("expires_after")
+    assert list(client.files.list()) == []
+
+
+def test_documents_in_messages_are_base64(client: openai.OpenAI) -> None:
+    for wrong in ("data:text/plain,hello", "not base64!", "data:text/plain;base64,%%%"):
+        with pytest.raises(openai.BadRequestError, match="base64"):
+            client.chat.completions.create(
+                model=MODEL, messages=ask({"type": "file", "file": {"file_data": wrong}}, "What?")
+            )
+    with pytest.raises(openai.BadRequestError, match="either"):
+        client.chat.completions.create(model=MODEL, messages=ask({"type": "file", "file": {}}, "What?"))
+
+
+def test_other_faults_have_their_own_status(start: Start) -> None:
+    url = start()
+    for method, path, status in (
+        ("GET", "/v1/nothing", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/v1/chat/completions", 404),
+        ("GET", "/v1/files/..%2f..%2fetc%2fpasswd", 404),
+        ("GET", "/v1/files?limit=0", 400),
+        ("GET", "/v1/files?after=file-x", 400),
+    ):
+        answer = httpx.request(method, url + path)
+        assert answer.status_code == status, path
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert "sandbox" in answer.headers["content-security-policy"]
+    broken = httpx.post(f"{url}/v1/completions", content=b"{", headers={"content-type": "application/json"})
+    assert broken.status_code == 400
+    assert "JSON" in broken.json()["error"]["message"]
+    for body in (b"[]", b"null", b'"x"', b""):
+        answer = httpx.post(f"{url}/v1/completions", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400
+    with pytest.raises(openai.NotFoundError, match="'fake' is loaded"):
+        connect(url).chat.completions.create(model="other", messages=ask("Hi"))
+
+
+def test_a_failure_of_the_device_is_a_server_error_and_harms_no_other(start: Start) -> None:
+    broken = [False]  # not yet: the model is warmed up when it is loaded
+
+    def hook(step: str, slot: FakeSlot) -> None:
+        if broken[0] and step == "decode":
+            raise MemoryError
+
+    client = connect(start(hook=hook))
+    broken[0] = True
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.chat.completions.create(model=MODEL, messages=ask("Hi"))
+    assert caught.value.status_code == 507
+    with pytest.raises(openai.APIError, match="Out of memory"):
+        list(client.chat.completions.create(model=MODEL, messages=ask("Hi"), stream=True))
+    broken[0] = False
+    assert client.chat.completions.create(model=MODEL, messages=ask("Hi")).choices[0].message.content == "Yes."
+
+
+def test_a_silent_stream_is_kept_alive(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.api.stream.KEEP_ALIVE_S", 0.2)
+    waiting = threading.Event()
+    url = start(hook=lambda step, slot: waiting.wait(0.1) if slot.length > 50 else None)
+    body = {"model": MODEL, "stream": True, "messages": ask("word " * 40)}
+    lines = list(httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30).iter_lines())
+    assert any(line.startswith(": reading ") for line in lines)
+    assert lines[-2] == "data: [DONE]"
+    answer = connect(url).chat.completions.create(model=MODEL, messages=ask("word " * 40), stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in answer) == "Yes."
+
+
+def test_a_stop_text_does_not_spoil_the_next_turn(client: openai.OpenAI) -> None:
+    """What was written behind the text that a client got must not be taken for part of the conversation."""
+    messages = ask("Hi")
+    answer = client.chat.completions.create(model=MODEL, messages=messages, stop="s.").choices[0].message.content
+    assert answer == "Ye"
+    messages += [{"role": "assistant", "content": answer}, *ask("And?")]
+    usage = client.chat.completions.create(model=MODEL, messages=messages).usage
+    expected = len(FakeTokenizer().encode_text("user\nHiassistant\nYe\nuser\nAnd?assistant\n\n\n")) + 7
+    assert usage is not None
+    assert usage.prompt_tokens == expected
+
+
+def test_keys_and_passwords(start: Start) -> None:
+    url = start(access=Access(["ann:secret"], ["key-one-1", "key-two-2"]))
+    stored = connect(url, "key-one-1").files.create(file=("a.txt", b"text"), purpose="user_data")
+    assert list(connect(url, "key-two-2").files.list()) == []
+    with pytest.raises(openai.NotFoundError):
+        connect(url, "key-two-2").chat.completions.create(
+            model=MODEL, messages=ask({"type": "file", "file": {"file_id": stored.id}}, "What?")
+        )
+    assert httpx.get(f"{url}/v1/files", auth=("ann", "secret")).json()["data"] == []
+    for auth in (("ann", "wrong"), ("", ""), ("ann", ""), ("bob", "secret")):
+        answer = httpx.get(f"{url}/v1/files", auth=auth)
+        assert answer.status_code == 401
+        assert answer.headers["www-authenticate"].startswith("Basic")
+    for header in ("", "Bearer", "Bearer x", "Basic %%%", "Bearer ann:secret", "Digest x"):
+        assert httpx.get(f"{url}/metrics", headers={"authorization": header}).status_code == 401
+    assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_pages_of_other_sites_may_not_ask(start: Start) -> None:
+    url = start()
+    body = {"model": MODEL, "prompt": "x"}
+    for origin in ("https://evil.example", "null", "http://127.0.0.1:1"):
+        assert httpx.post(f"{url}/v1/completions", json=body, headers={"origin": origin}).status_code == 403
+        files = {"file": ("a.txt", b"text")}
+        sent = httpx.post(f"{url}/v1/files", files=files, data={"purpose": "user_data"}, headers={"origin": origin})
+        assert sent.status_code == 403
+    assert httpx.post(f"{url}/v1/completions", json=body, headers={"origin": url}).status_code == 200
+    assert httpx.get(f"{url}/v1/models", headers={"host": "evil.example"}).status_code == 421
+
+
+def test_bodies_have_a_limit(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.access.MAX_BODY", 2000)
+    url = start()
+    for content in (b"x" * 2001, iter([b"x" * 1500] * 2)):  # one that tells its length and one that does not
+        answer = httpx.post(f"{url}/v1/completions", content=content, headers={"content-type": "application/json"})
+        assert answer.status_code == 413
+
+
+def test_content_is_never_shown_as_a_page(start: Start) -> None:
+    url = start()
+    page = b"<html><script>alert(1)</script><p>text</p></html>"
+    stored = connect(url).files.create(file=("a.html", page), purpose="user_data")
+    answer = httpx.get(f"{url}/v1/files/{stored.id}/content")
+    assert answer.content == page
+    assert answer.headers["content-type"] == "application/octet-stream"
+    assert answer.headers["content-disposition"].startswith("attachment")
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'")
