@@ -128,6 +128,12 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--chunk", type=int, metavar="N", help="tokens read at a time")
     group.add_argument("--context", type=int, metavar="N", help="tokens of context (default: the model's)")
+    group.add_argument(
+        "--library-quota",
+        type=float,
+        metavar="GB",
+        help="disk space for what was read, to open it again at once; 0: none (default: a quarter of what is free)",
+    )
     group.add_argument("--cache-dir", type=Path, metavar="DIR", help=argparse.SUPPRESS)
     parser.add_argument("--debug", action="store_true", default=None, help="log more; show where an error came from")
 

@@ -34,6 +34,7 @@ def _secret(variable: str) -> tuple[str, ...]:
 class Settings:
     """Everything a person can choose; `None` means "automatic". Flags take their defaults from here.
 
+    `library_quota` is in GB, None for a quarter of the disk's free space, 0 for nothing saved.
     `model`: None, "embedded", a hub id, a directory of safetensors, or a .gguf file. `sink`, `recent`, `chunk` and
     `context` are in tokens. `retrieval_ratio` counts only when there is a head pattern. In `mode` "endless" every head
     keeps the first `sink` and the last `recent` tokens, and the context never fills. `auth` holds "user:password",
@@ -56,6 +57,7 @@ class Settings:
     auth: tuple[str, ...] = field(default_factory=lambda: _secret("OCTAVO_AUTH"), repr=False)
     api_key: tuple[str, ...] = field(default_factory=lambda: _secret("OCTAVO_API_KEY"), repr=False)
     debug: bool = False
+    library_quota: float | None = None
     cache_dir: Path = field(default_factory=lambda: _folder("OCTAVO_CACHE", "~/.cache/octavo"))
 
     def __post_init__(self) -> None:
@@ -71,6 +73,8 @@ class Settings:
         ratio = _number("--retrieval-ratio", self.retrieval_ratio)
         if not 0.0 <= ratio <= 1.0:
             raise UsageError(f"--retrieval-ratio is {ratio:g}; it must be between 0 and 1.")
+        if self.library_quota is not None and _number("--library-quota", self.library_quota) < 0:
+            raise UsageError(f"--library-quota is {self.library_quota:g}; it must be 0 or more, in GB.")
         for flag, tokens, least in (
             ("--sink-tokens", self.sink, 0),
             ("--recent", self.recent, 1),

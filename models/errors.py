@@ -38,3 +38,7 @@ class PoolExhausted(ModelError):
 
 class BadLogits(ModelError):
     """The model produced NaN or infinite logits; names the step."""
+
+
+class BadSnapshot(ModelError):
+    """A saved cache cannot be read back: it is damaged, cut short or of another kind."""

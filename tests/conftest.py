@@ -1,5 +1,7 @@
 """What every test shares."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import settings
@@ -17,6 +19,12 @@ def poisoned():
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache_folder(tmp_path_factory):
+    """Nothing that a test reads or saves touches the person's own library."""
+    os.environ["OCTAVO_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(autouse=True)

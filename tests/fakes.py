@@ -109,7 +109,7 @@ class FakeRunner:
     starts: int = 0
     read: int = 0
 
-    def start(self, prompt_ids: Sequence[int], chat_id: str | None) -> FakeSlot:
+    def start(self, prompt_ids: Sequence[int], chat_id: str | None, marks: Any = (), tell: Any = None) -> FakeSlot:
         prompt = tuple(prompt_ids)
         fitting = [ids for ids in self.kept.values() if len(ids) < len(prompt) and prompt[: len(ids)] == ids]
         known = max(fitting, key=len, default=())
@@ -122,6 +122,12 @@ class FakeRunner:
         logits = torch.zeros(258)
         logits[best] = 20.0
         return logits
+
+    def known(self, prompt_ids: Sequence[int]) -> tuple[int, int]:
+        return 0, 0
+
+    def close(self) -> None:
+        pass
 
     def memory(self) -> Memory:
         return Memory(weights_bytes=1000, retrieval_kv_bytes=10, streaming_kv_bytes=1, peak_bytes=2000)

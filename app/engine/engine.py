@@ -24,7 +24,9 @@ from app.engine.types import (
     Failed,
     FinishReason,
     GenerationRequest,
+    Mark,
     Memory,
+    Opening,
     Progress,
     Queued,
     Timings,
@@ -59,8 +61,12 @@ class Runner(Protocol):
     def capacity(self) -> int | None: ...
     @property
     def chunk(self) -> int: ...
-    def start(self, prompt_ids: Sequence[int], chat_id: str | None) -> Slot: ...
+    def start(
+        self, prompt_ids: Sequence[int], chat_id: str | None, marks: Sequence[Mark], tell: Callable[[int], None]
+    ) -> Slot: ...
+    def known(self, prompt_ids: Sequence[int]) -> tuple[int, int]: ...
     def memory(self) -> Memory: ...
+    def close(self) -> None: ...
 
 
 def answer_room(prompt_tokens: int, capacity: int | None, wanted: int | None) -> int | None:
@@ -199,6 +205,7 @@ class Engine:
             self._cancel(job)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+            self.runner.close()
 
     def _cancel(self, job: _Job) -> None:
         with self._changed:
@@ -251,7 +258,16 @@ class Engine:
         request = job.request
         prompt = request.prompt_ids
         room = answer_room(len(prompt), self.runner.capacity, request.sampling.max_new_tokens)
-        slot = self.runner.start(prompt, request.chat_id)
+
+        def tell(tokens: int) -> None:
+            job.events.put(Opening(tokens, len(prompt)))
+            if job.cancelled:
+                raise _Stopped
+
+        try:
+            slot = self.runner.start(prompt, request.chat_id, request.marks, tell)
+        except _Stopped:
+            return self._cancelled(job)
         try:
             endless = self.runner.capacity is None
             answer = _Answer(job, slot, room, self._detok_factory(request.sampling.stop), endless)
@@ -270,6 +286,10 @@ class Engine:
         return Done(
             reason, "".join(answer.parts), tuple(answer.ids), usage, answer.timings(Timings()), self.runner.memory()
         )
+
+
+class _Stopped(Exception):
+    """Cancelled while something was coming back from disk."""
 
 
 class _Answer:

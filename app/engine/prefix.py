@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from models.cache.duo import DuoCache
 from models.cache.plan import SNAPSHOTS
 from models.cache.sequence import SequenceCache
+from models.cache.shape import BLOCK
 
 _PER_CHAT = 3  # the newest end of a chat, the one before it, and one inside its last prompt
-_IN_ALL = SNAPSHOTS - 2  # each holds its own windows; one more sequence runs, and its fork waits to be kept
+# Each holds its own windows. One more sequence runs, its fork waits to be kept, and three are on their way to disk.
+_IN_ALL = SNAPSHOTS - 5
 
 
 @dataclass
@@ -31,25 +34,42 @@ class PrefixStore:
 
     def find(self, prompt: np.ndarray) -> SequenceCache | None:
         """The kept cache that covers most of `prompt` (int64 ids) and leaves at least its last token to read."""
-        fitting = [
-            k for k in self._kept if k.cache.length < len(prompt) and np.array_equal(k.ids, prompt[: k.cache.length])
-        ]
-        if not fitting:
+        best = self._longest(prompt)
+        if best is None:
             return None
-        best = max(fitting, key=lambda kept: kept.cache.length)
         self._clock += 1
         best.used = self._clock
         return best.cache
 
-    def keep(self, ids: Sequence[int], cache: SequenceCache, chat_id: str | None) -> None:
-        """Takes over `cache`, which holds exactly `ids`."""
+    def length(self, prompt: np.ndarray) -> int:
+        """Tokens that `find` would give, from any thread and without counting as a use."""
+        best = self._longest(prompt)
+        return len(best.ids) if best is not None else 0
+
+    def _longest(self, prompt: np.ndarray) -> _Kept | None:
+        fitting = [k for k in self._kept if len(k.ids) < len(prompt) and np.array_equal(k.ids, prompt[: len(k.ids)])]
+        return max(fitting, key=lambda kept: len(kept.ids), default=None)
+
+    def shared(self, prompt: np.ndarray) -> list[int]:
+        """The longest run of packed blocks that any kept cache has in common with `prompt`."""
+        best: list[int] = []
+        for kept in self._kept:
+            upto = min(len(kept.ids), len(prompt))
+            differ = np.flatnonzero(kept.ids[:upto] != prompt[:upto])
+            same = int(differ[0]) if len(differ) else upto
+            if isinstance(kept.cache, DuoCache):
+                best = max(best, kept.cache.blocks[: max(same // BLOCK - 1, 0)], key=len)
+        return best
+
+    def keep(self, ids: Sequence[int] | np.ndarray, cache: SequenceCache, chat_id: str | None) -> None:
+        """Takes over `cache`, which holds exactly `ids`; without a chat it is for whoever asks about the same."""
         tokens = np.asarray(ids, dtype=np.int64)
         assert len(tokens) == cache.length
         self._clock += 1
         for kept in [k for k in self._kept if np.array_equal(k.ids, tokens)]:
             self._drop(kept)
         self._kept.append(_Kept(tokens, cache, chat_id, self._clock))
-        own = [k for k in self._kept if k.chat_id == chat_id]
+        own = [k for k in self._kept if k.chat_id == chat_id and chat_id is not None]
         while len(own) > _PER_CHAT or len(self._kept) > _IN_ALL:
             oldest = min(own if len(own) > _PER_CHAT else self._kept, key=lambda k: k.used)
             self._drop(oldest)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import shutil
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,7 +17,8 @@ from torch import Tensor
 from app.config import Settings
 from app.engine.prefix import PrefixStore
 from app.engine.sizing import fit, free_bytes, peak_bytes, resolve_shape, usable
-from app.engine.types import Memory
+from app.engine.snapshots import LEAST_TOKENS, SnapshotStore
+from app.engine.types import Mark, Memory
 from app.errors import ContextTooLong
 from kernels import nvrtc
 from models.build import load_decoder
@@ -24,24 +29,31 @@ from models.cache.plan import MemoryPlan
 from models.cache.pool import BlockPool
 from models.cache.sequence import SequenceCache
 from models.cache.shape import BLOCK
+from models.cache.snapshot import VERSION, Snapshot
 from models.checkpoint import Checkpoint
 from models.decoder import Decoder
 from models.errors import PoolExhausted
+from models.fingerprint import fingerprint
 from models.heads import HeadPattern
 from models.rope import EndlessRope, Rope
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+CHECKPOINT_S = 20.0  # a long prefill is saved this often, so that a crash costs no more of it
 _CHATS = 4  # full contexts that the pool holds when memory allows, so that chats do not push each other out
 
 
 class Slot:
     """One request's sequence while it runs."""
 
-    def __init__(self, runner: Runner, prompt: np.ndarray, cache: SequenceCache) -> None:
+    def __init__(self, runner: Runner, prompt: np.ndarray, cache: SequenceCache, marks: Sequence[Mark] = ()) -> None:
         self._runner = runner
         self._prompt = prompt
         self._cache = cache
+        self._marks = [mark for mark in marks if cache.length < mark.position < len(prompt)]
+        self._saved_at = time.monotonic()
         self.cached = cache.length
         self._ids: list[int] = prompt[: cache.length].tolist()
         self._early: tuple[list[int], SequenceCache] | None = None
@@ -54,8 +66,18 @@ class Slot:
     def prefill(self, chunk_ids: Sequence[int]) -> Tensor:
         """Reads a chunk; fp32 logits [vocabulary] of its last token.
 
-        Where the prompt ends, a copy is kept from just before, so that the same prompt can be asked again.
+        Where a document ends, a copy is kept for other chats and on disk. Where the prompt ends, a copy is kept from
+        just before, so that the same prompt can be asked again.
         """
+        while self._marks and self._marks[0].position <= self.length + len(chunk_ids):
+            mark = self._marks.pop(0)
+            upto = mark.position - self.length
+            logits = self._read(chunk_ids[:upto])
+            chunk_ids = chunk_ids[upto:]
+            self._runner.prefixes.keep(self._prompt[: self.length], self._cache.fork(), None)
+            self._save((mark.label,), wait=True)
+            if not chunk_ids:
+                return logits
         if self.length + len(chunk_ids) == len(self._prompt):
             early = max(0, (len(self._prompt) - 1) // BLOCK * BLOCK - self.length)
             if early:
@@ -63,7 +85,10 @@ class Slot:
                 chunk_ids = chunk_ids[early:]
             if self.length > self.cached:
                 self._early = list(self._ids), self._cache.fork()
-        return self._read(chunk_ids)
+        logits = self._read(chunk_ids)
+        if time.monotonic() - self._saved_at > CHECKPOINT_S and self.length < len(self._prompt):
+            self._save()
+        return logits
 
     def decode(self, token_id: int) -> Tensor:
         """Reads one token; fp32 logits [vocabulary] for the next."""
@@ -71,7 +96,7 @@ class Slot:
 
     def _read(self, ids: Sequence[int]) -> Tensor:
         runner = self._runner
-        runner.make_room(self._cache, self.length + len(ids))
+        runner.make_room(lambda: self._cache.reserve(self.length + len(ids)))
         try:
             hidden = runner.decoder.forward(torch.tensor(ids, dtype=torch.int64), self._cache)
             logits = runner.decoder.logits(hidden[-1:])[0]
@@ -85,8 +110,18 @@ class Slot:
         self._ids += ids
         return logits
 
+    def _save(self, labels: Sequence[str] = (), wait: bool = False) -> None:
+        """Have the committed tokens written to disk, where enough of them are not there yet."""
+        self._saved_at = time.monotonic()
+        if (snapshots := self._runner.snapshots) is None or not isinstance(self._cache, DuoCache):
+            return
+        ids = np.asarray(self._ids, dtype=np.int64)
+        if labels or len(ids) - snapshots.length(ids) >= LEAST_TOKENS:
+            snapshots.save(ids, self._cache.fork(), labels, wait)
+
     def publish(self, chat_id: str) -> None:
         """Keeps the committed tokens for the chat's next turn; the slot must not be used after it."""
+        self._save()
         if self._early is not None:
             self._runner.prefixes.keep(*self._early, chat_id)
         self._runner.prefixes.keep(self._ids, self._cache, chat_id)
@@ -102,13 +137,20 @@ class Runner:
     """A model with its pool and the prefixes it has read."""
 
     def __init__(
-        self, decoder: Decoder, pool: BlockPool, plan: MemoryPlan, chunk: int, settings: dict[str, Any]
+        self,
+        decoder: Decoder,
+        pool: BlockPool,
+        plan: MemoryPlan,
+        chunk: int,
+        settings: dict[str, Any],
+        snapshots: SnapshotStore | None = None,
     ) -> None:
         self.decoder = decoder
         self.pool = pool
         self.plan = plan
         self.chunk = chunk
         self.prefixes = PrefixStore()
+        self.snapshots = snapshots
         self._settings = settings
         self._newest: SequenceCache | None = None
 
@@ -123,32 +165,70 @@ class Runner:
             return EndlessCache(self.pool.shape, self.decoder.rope, self.pool.device)
         return DuoCache(self.pool)
 
-    def start(self, prompt_ids: Sequence[int], chat_id: str | None) -> Slot:
-        """A slot for a prompt, forked from the longest prefix that is in the cache already.
+    def start(
+        self,
+        prompt_ids: Sequence[int],
+        chat_id: str | None,
+        marks: Sequence[Mark] = (),
+        tell: Callable[[int], None] = lambda tokens: None,
+    ) -> Slot:
+        """A slot for a prompt, forked from the longest prefix that is in memory, or opened from a longer one on disk.
 
+        `marks` are places worth keeping, in order; `tell` hears how many tokens are back from disk and may raise.
         Raises ContextTooLong or PoolExhausted before any work on the device.
         """
         if self.capacity is not None and len(prompt_ids) >= self.capacity:
             raise ContextTooLong(len(prompt_ids) + 1, self.capacity)
         prompt = np.asarray(prompt_ids, dtype=np.int64)
-        known = self.prefixes.find(prompt)
-        cache = known.fork() if known is not None else self.new_cache()
+        cache = self._open(prompt, tell)
+        if cache is None:
+            known = self.prefixes.find(prompt)
+            cache = known.fork() if known is not None else self.new_cache()
         try:
-            self.make_room(cache, len(prompt) + 1)
+            self.make_room(lambda: cache.reserve(len(prompt) + 1))
         except PoolExhausted:
             cache.release()
             raise
         self._newest = cache
-        return Slot(self, prompt, cache)
+        return Slot(self, prompt, cache, marks)
 
-    def make_room(self, cache: SequenceCache, length: int) -> None:
-        """Reserves blocks for `length` tokens, letting go of the oldest kept prefixes where the pool is full."""
+    def known(self, prompt_ids: Sequence[int]) -> tuple[int, int]:
+        """Tokens of a prompt that need no reading: in memory, and in memory or on disk. From any thread."""
+        prompt = np.asarray(prompt_ids, dtype=np.int64)
+        kept = self.prefixes.length(prompt)
+        saved = self.snapshots.find(prompt, kept) if self.snapshots is not None else []
+        return kept, saved[-1][1].length if saved else kept
+
+    def _open(self, prompt: np.ndarray, tell: Callable[[int], None]) -> DuoCache | None:
+        """The longest saved prefix, where it is worth more than what is in memory; blocks in memory are shared."""
+        snapshots = self.snapshots
+        while snapshots is not None:
+            chain = snapshots.find(prompt, self.prefixes.length(prompt) + LEAST_TOKENS - 1)
+            if not chain:
+                return None
+            length = chain[-1][1].length
+
+            def read(chain: Sequence[tuple[Path, Snapshot]] = chain, length: int = length) -> DuoCache | None:
+                return snapshots.read(chain, self.pool, self.prefixes.shared(prompt[:length]), tell)
+
+            if (cache := self.make_room(read)) is not None:
+                self.prefixes.keep(prompt[:length], cache.fork(), None)
+                return cache
+        return None
+
+    def make_room(self, take: Callable[[], T]) -> T:
+        """Does what takes blocks, letting go of the oldest kept prefixes where the pool is full."""
         while True:
             try:
-                return cache.reserve(length)
+                return take()
             except PoolExhausted:
-                if not self.prefixes.drop_oldest():
+                if not self.prefixes.drop_oldest() and not (self.snapshots is not None and self.snapshots.drop_jobs()):
                     raise
+
+    def close(self) -> None:
+        """Finish writing what was read."""
+        if self.snapshots is not None:
+            self.snapshots.close()
 
     def memory(self) -> Memory:
         """Bytes by kind; the KV bytes are those of the newest request."""
@@ -197,4 +277,33 @@ def build_runner(
         "chunk": chunk,
         "backends": {row["kernel"]: row["chosen"] for row in kernel_report(device, shape)},
     }
-    return Runner(decoder, pool, plan, chunk, described)
+    return Runner(decoder, pool, plan, chunk, described, _snapshots(checkpoint, mask, settings, pool))
+
+
+def _snapshots(checkpoint: Checkpoint, mask: np.ndarray, settings: Settings, pool: BlockPool) -> SnapshotStore | None:
+    """The saved caches, of which those fit that come from the same weights, heads, formats and kind of device."""
+    if settings.mode == "endless":
+        return None  # its windows forget; there is no history to come back to
+    folder = settings.cache_dir / "library" / "snapshots"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        quota = settings.library_quota
+        if quota is None:
+            held = sum(file.stat().st_size for file in folder.iterdir())
+            quota = (held + shutil.disk_usage(folder).free) / 4e9
+        if not quota:
+            return None
+        weights = fingerprint(checkpoint.path, settings.cache_dir / "weights.json")
+        traits = (
+            VERSION,
+            weights,
+            settings.weights,
+            mask.tobytes(),
+            pool.shape,
+            pool.layout.__name__,
+            pool.device.type,
+        )
+        return SnapshotStore(folder, hashlib.sha256(repr(traits).encode()).hexdigest()[:32], int(quota * 1e9))
+    except OSError as error:
+        log.warning("Nothing is saved: %s cannot be used: %s", folder, error)
+        return None

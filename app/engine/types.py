@@ -26,13 +26,25 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """A place in a prompt where a document ends, `position` tokens from its start; `label` is the document's."""
+
+    position: int
+    label: str
+
+
+@dataclass(frozen=True)
 class GenerationRequest:
-    """One answer to generate: prompt token ids, how to sample, which ids end it, whose cache it may reuse."""
+    """One answer to generate: prompt token ids, how to sample, which ids end it, whose cache it may reuse.
+
+    What was read up to a mark is kept, in memory and on disk, for every request that begins the same.
+    """
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
     stop_ids: frozenset[int] = frozenset()
     chat_id: str | None = None
+    marks: tuple[Mark, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,6 +78,14 @@ class Queued:
     """Waiting: `place` 1 is next."""
 
     place: int
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What was read before comes back from disk: `done` of `total` prompt tokens are there."""
+
+    done: int
+    total: int
 
 
 @dataclass(frozen=True)
@@ -116,4 +136,4 @@ class Failed:
     error: Exception = field(compare=False)
 
 
-Event = Queued | Progress | Token | Done | Failed
+Event = Queued | Opening | Progress | Token | Done | Failed

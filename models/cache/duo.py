@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from models.cache.pool import BlockPool
 from models.cache.retrieval import RetrievalHeads
 from models.cache.shape import BLOCK
 from models.cache.streaming import ChunkMasks, StreamingHeads
+from models.errors import PoolExhausted
 
 
 class DuoCache:
@@ -67,11 +70,37 @@ class DuoCache:
         """An independent continuation from here; packed blocks are shared, whole ones only."""
         twin = DuoCache(self.pool)
         twin.length = self.length
-        twin._ids = self._ids[: max(self.length // BLOCK - 1, 0)]
+        twin._ids = self.blocks
         self.pool.retain(twin._ids)
         twin._retrieval = self._retrieval.copy()
         twin._streaming = self._streaming.copy()
         return twin
+
+    @property
+    def blocks(self) -> list[int]:
+        """Ids of the packed blocks, which never change: tokens BLOCK to BLOCK * (len + 1) - 1."""
+        return self._ids[: max(self.length // BLOCK - 1, 0)]
+
+    def exact(self) -> list[Tensor]:
+        """What is not packed, in buffers that change with every token: the retrieval heads' two blocks, the windows."""
+        return [self._retrieval.keys, self._retrieval.values, self._streaming.keys, self._streaming.values]
+
+    @classmethod
+    def empty(cls, pool: BlockPool, length: int, shared: Sequence[int] = ()) -> DuoCache:
+        """A cache of `length` tokens whose first packed blocks are `shared`; the rest is for the caller to fill in.
+
+        Raises PoolExhausted, and has taken nothing then.
+        """
+        cache = cls(pool)
+        pool.retain(shared)
+        cache._ids = list(shared)
+        try:
+            cache.reserve(length)
+        except PoolExhausted:
+            cache.release()
+            raise
+        cache.length = length
+        return cache
 
     def release(self) -> None:
         """Gives the blocks back; the cache must not be used after it."""

@@ -11,7 +11,8 @@ from models.cache.shape import BLOCK, CacheShape
 from models.config import ModelConfig
 from quant.w8a8 import dense_dtype, int8_head
 
-SNAPSHOTS = 10  # sequences with unpacked blocks and windows of their own: those kept for later, one running, its fork
+# Sequences with unpacked blocks and windows of their own: kept for later, running, its fork, on their way to disk.
+SNAPSHOTS = 13
 
 
 @dataclass(frozen=True)

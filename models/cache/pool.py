@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -39,6 +40,7 @@ class BlockPool:
             self._values = torch.empty(heads, panels, blocks, BLOCK * width // panels, dtype=torch.uint8, device=device)
             self._scales = torch.empty(heads, blocks, BLOCK, 4, dtype=torch.float16, device=device)
         self._uses = np.zeros(blocks, dtype=np.int64)
+        self._counting = threading.Lock()  # snapshots are written, and let go of, by a thread of their own
 
     @property
     def free(self) -> int:
@@ -50,15 +52,16 @@ class BlockPool:
 
         Raises PoolExhausted and takes nothing when there are too few.
         """
-        free = self._uses == 0
-        have = int(free.sum())
-        if count > have:
-            raise PoolExhausted(
-                f"This needs {count * BLOCK:,} more tokens of cache; {have * BLOCK:,} are free. "
-                "Start a new chat or close one, or use a shorter document."
-            )
-        ids = self._pick(free, count, after)
-        self._uses[ids] = 1
+        with self._counting:
+            free = self._uses == 0
+            have = int(free.sum())
+            if count > have:
+                raise PoolExhausted(
+                    f"This needs {count * BLOCK:,} more tokens of cache; {have * BLOCK:,} are free. "
+                    "Start a new chat or close one, or use a shorter document."
+                )
+            ids = self._pick(free, count, after)
+            self._uses[ids] = 1
         return ids
 
     @staticmethod
@@ -76,12 +79,14 @@ class BlockPool:
 
     def retain(self, ids: Sequence[int]) -> None:
         """One more user of each block."""
-        self._uses[list(ids)] += 1
+        with self._counting:
+            self._uses[list(ids)] += 1
 
     def release(self, ids: Sequence[int]) -> None:
         """One user of each block fewer; a block without users is free."""
-        self._uses[list(ids)] -= 1
-        assert (self._uses >= 0).all()
+        with self._counting:
+            self._uses[list(ids)] -= 1
+            assert (self._uses >= 0).all()
 
     def write(self, slots: slice, ids: Sequence[int], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Stores whole blocks and returns them as later reads will see them, in the compute dtype.
@@ -133,3 +138,30 @@ class BlockPool:
     def packed(self, slots: slice, table: Tensor) -> Packed:
         """The blocks in `table` (int32, on the pool's device) as they are stored, for a decode kernel."""
         return Packed(self._keys[slots], self._values[slots], self._scales[slots], table)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all heads and layers."""
+        return sum(stored.nbytes for stored, _ in self._stored()) // max(1, self.blocks)
+
+    def dump(self, ids: Sequence[int]) -> Tensor:
+        """Blocks as they are stored: uint8 [len(ids), block_bytes]."""
+        index = torch.tensor(ids, device=self.device)
+        rows = [stored.index_select(at, index).movedim(at, 0).flatten(1).contiguous() for stored, at in self._stored()]
+        return torch.cat([row.view(torch.uint8).view(len(ids), -1) for row in rows], 1)
+
+    def fill(self, ids: Sequence[int], rows: Tensor) -> None:
+        """Puts back what `dump` gave: uint8 [len(ids), block_bytes] on the pool's device."""
+        index, start = torch.tensor(ids, device=self.device), 0
+        for stored, at in self._stored():
+            width = stored.nbytes // self.blocks
+            part = rows[:, start : start + width].contiguous().view(stored.dtype)
+            shape = [len(ids), *(size for axis, size in enumerate(stored.shape) if axis != at)]
+            stored.index_copy_(at, index, part.view(shape).movedim(0, at))
+            start += width
+
+    def _stored(self) -> list[tuple[Tensor, int]]:
+        """Each kind of storage and its axis of blocks."""
+        if self.shape.bits == 16:
+            return [(self._keys, 1), (self._values, 1)]
+        return [(self._keys, 1), (self._values, 2), (self._scales, 1)]

@@ -81,10 +81,16 @@ class ScriptedRunner:
     def chunk(self) -> int:
         return self.script.chunk
 
-    def start(self, prompt_ids: Sequence[int], chat_id: str | None) -> ScriptedSlot:
+    def start(self, prompt_ids: Sequence[int], chat_id: str | None, marks: Any = (), tell: Any = None) -> ScriptedSlot:
         kept = self.kept.get(chat_id or "", [])
         same = next((at for at, (a, b) in enumerate(zip(kept, prompt_ids, strict=False)) if a != b), len(kept))
         return ScriptedSlot(self, list(prompt_ids), min(same, len(prompt_ids) - 1))
+
+    def known(self, prompt_ids: Sequence[int]) -> tuple[int, int]:
+        return 0, 0
+
+    def close(self) -> None:
+        pass
 
     def memory(self) -> Memory:
         return Memory(134_000_000, 5440 * sum(map(len, self.kept.values())), 2_000_000, 160_000_000)

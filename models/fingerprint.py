@@ -1,0 +1,49 @@
+"""What a model's files hold, as a hash: saved caches belong to exactly these weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def fingerprint(model: Path, memo: Path) -> str:
+    """sha256 over config and weights of a .gguf file or a directory of safetensors.
+
+    A file is hashed again only when its size or time has changed since `memo`, a JSON file, was written. The hub's
+    cache names large files by their sha256, which is taken as it is.
+    """
+    files = [model] if model.is_file() else [model / "config.json", *sorted(model.glob("*.safetensors"))]
+    try:
+        known = json.loads(memo.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = {}
+    with ThreadPoolExecutor(4, "fingerprint") as workers:
+        digests = list(workers.map(lambda file: _digest(file.resolve(), known), files))
+    fresh = {str(file.resolve()): entry for file, entry in zip(files, digests, strict=True)}
+    if any(known.get(name) != entry for name, entry in fresh.items()):
+        part = memo.with_name(f"{memo.name}.{os.getpid()}.part")
+        try:
+            memo.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(known | fresh), encoding="utf-8")
+            part.replace(memo)
+        except OSError:
+            part.unlink(missing_ok=True)  # hashed again next time
+    return hashlib.sha256("".join(str(entry[2]) for entry in digests).encode()).hexdigest()
+
+
+def _digest(file: Path, known: dict[str, list[object]]) -> list[object]:
+    """[size, time of the last change, sha256]."""
+    facts = file.stat()
+    entry = known.get(str(file))
+    if isinstance(entry, list) and entry[:2] == [facts.st_size, facts.st_mtime_ns] and len(entry) == 3:
+        return entry
+    if file.parent.name == "blobs" and _SHA256.fullmatch(file.name):
+        return [facts.st_size, facts.st_mtime_ns, file.name]
+    with file.open("rb") as data:
+        return [facts.st_size, facts.st_mtime_ns, hashlib.file_digest(data, "sha256").hexdigest()]

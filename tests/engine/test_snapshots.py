@@ -1,0 +1,311 @@
+"""The runner with saved caches: opened again after a restart, shared, damaged, evicted, interrupted."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from app.config import Settings
+from app.embedded import embedded_model_path
+from app.engine import runner as runner_module
+from app.engine.runner import build_runner
+from app.engine.sizing import resolve_shape
+from app.engine.snapshots import LEAST_TOKENS, SnapshotStore
+from app.engine.types import Mark
+from models.build import load_decoder
+from models.cache.duo import DuoCache
+from models.cache.pool import BlockPool
+from models.cache.shape import CacheShape
+from models.checkpoint import open_checkpoint
+from models.fingerprint import fingerprint
+from models.heads import HeadPattern
+
+
+@cache
+def _checkpoint():
+    return open_checkpoint(embedded_model_path())
+
+
+@cache
+def _decoder():
+    """Loaded once: what is tested is what stands around it."""
+    settings = Settings()
+    mask, shape = resolve_shape(_checkpoint().config, _pattern(), settings, torch.device("cpu"))
+    return load_decoder(_checkpoint(), mask, settings.weights, shape, torch.device("cpu"))
+
+
+def _pattern():
+    config = _checkpoint().config
+    scores = np.random.default_rng(0).random((config.num_layers, config.num_kv_heads))
+    return HeadPattern(scores, 16, 64, "random, for tests")
+
+
+def _build(folder, **settings):
+    runner_module.load_decoder = lambda *_: _decoder()
+    try:
+        wanted = replace(Settings(context=2048, chunk=300, cache_dir=folder), **settings)
+        return build_runner(_checkpoint(), _pattern(), wanted)
+    finally:
+        runner_module.load_decoder = load_decoder
+
+
+def _ask(runner, prompt, marks=(), steps=6, chat="a"):
+    """(tokens that were not read again, greedy answer)"""
+    told = []
+    slot = runner.start(prompt, chat, marks, told.append)
+    logits, ids = None, []
+    while slot.length < len(prompt):
+        logits = slot.prefill(prompt[slot.length : slot.length + runner.chunk])
+    for _ in range(steps):
+        ids.append(int(logits.argmax()))
+        logits = slot.decode(ids[-1])
+    slot.publish(chat)
+    assert all(0 < tokens <= slot.cached for tokens in told)
+    return slot.cached, ids
+
+
+@pytest.fixture(scope="module")
+def read_once(tmp_path_factory, prose_ids):
+    """A folder in which documents A (900 tokens) and B (600) were read and asked about, one behind the other."""
+    folder = tmp_path_factory.mktemp("saved")
+    a, b = prose_ids[:900], prose_ids[3000:3600]
+    runner = _build(folder)
+    marks = (Mark(900, "A"), Mark(1500, "B"))
+    cached, answer = _ask(runner, a + b + prose_ids[5000:5020], marks)
+    assert cached == 0
+    runner.close()
+    return folder, a, b, answer
+
+
+def test_after_a_restart_nothing_is_read_again_and_the_answer_is_the_same(read_once, prose_ids):
+    folder, a, b, answer = read_once
+    runner = _build(folder)
+    assert runner.snapshots.labels() == {"A", "B"}
+    question = prose_ids[5000:5020]
+    assert runner.known(a + b + question) == (0, 1500)
+    cached, again = _ask(runner, a + b + question)
+    assert (cached, again) == (1500, answer)
+    # A alone, with another question: only A's part of the same files; and it equals a fresh run.
+    other = prose_ids[6000:6030]
+    cached, opened = _ask(runner, a + other, chat="b")
+    assert cached == 900
+    runner.close()
+    fresh = _build(folder, library_quota=0)
+    assert fresh.snapshots is None
+    assert _ask(fresh, a + other) == (0, opened)
+
+
+def test_two_chats_over_one_document_hold_its_blocks_once(read_once, prose_ids):
+    folder, a, b, _ = read_once
+    runner = _build(folder)
+    _ask(runner, a + b + prose_ids[5000:5300], chat="one", steps=1)
+    used = runner.pool.blocks - runner.pool.free
+    for chat in ("two", "three"):
+        cached, _ = _ask(runner, a + prose_ids[7000:7010], chat=chat, steps=1)
+        assert cached == 900
+    assert runner.pool.blocks - runner.pool.free <= used + 2  # a new block or two for the questions, none for A
+    runner.close()
+
+
+def test_a_document_is_kept_at_its_end_whatever_the_questions_length(prose_ids, tmp_path):
+    runner = _build(tmp_path, library_quota=0)
+    document = prose_ids[:700]
+    _ask(runner, document + prose_ids[4000:4400], (Mark(700, "A"),), steps=1)
+    assert _ask(runner, document + prose_ids[5000:5400], steps=1, chat="b")[0] == 700
+    runner.close()
+
+
+def test_other_formats_and_heads_do_not_meet(read_once, prose_ids):
+    folder, a, _, _ = read_once
+    for change in ({"kv": "kv8"}, {"retrieval_ratio": 0.25}, {"recent": 32}, {"weights": "bf16"}):
+        runner = _build(folder, **change)
+        assert runner.known([*a, 1]) == (0, 0), change
+        assert runner.snapshots.labels() == frozenset()
+        runner.close()
+
+
+def test_a_damaged_file_is_dropped_with_what_builds_on_it_and_the_document_is_read_again(
+    read_once, prose_ids, tmp_path
+):
+    folder, a, b, answer = read_once
+    for file in (folder / "library" / "snapshots").iterdir():
+        (tmp_path / "library" / "snapshots").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "library" / "snapshots" / file.name).write_bytes(file.read_bytes())
+    runner = _build(tmp_path)
+    question = prose_ids[5000:5020]
+    first = runner.snapshots.find(np.array(a + b + question))[0][0]
+    data = bytearray(first.read_bytes())
+    data[5000] ^= 255
+    first.write_bytes(data)
+    marks = (Mark(900, "A"), Mark(1500, "B"))
+    assert _ask(runner, a + b + question, marks) == (0, answer)
+    assert "damaged" in runner.snapshots.notes[0]
+    runner.snapshots.flush()
+    assert runner.snapshots.labels() == {"A", "B"}  # written anew
+    runner.close()
+    # Cut short: found when the folder is looked through.
+    first.write_bytes(bytes(data[:100_000]))
+    runner = _build(tmp_path)
+    assert runner.known(a + b + question) == (0, 0)
+    assert not first.exists()
+    runner.close()
+
+
+def test_a_prefill_that_was_killed_goes_on_at_its_last_chunk(tmp_path, prose_ids):
+    script = f"""
+        import json, os, sys
+        from tests.engine.test_snapshots import _build
+        from pathlib import Path
+        from app.engine import runner as module
+        module.CHECKPOINT_S = 0.0
+        prompt = json.loads(sys.stdin.read())
+        runner = _build(Path({str(tmp_path)!r}))
+        slot = runner.start(prompt, "a")
+        for _ in range(3):
+            slot.prefill(prompt[slot.length : slot.length + 300])
+            runner.snapshots.flush()
+        slot.prefill(prompt[900:1200])
+        os._exit(9)  # no farewell
+    """
+    prompt = prose_ids[:1800]
+    killed = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], input=json.dumps(prompt), text=True, check=False
+    )
+    assert killed.returncode == 9
+    runner = _build(tmp_path)
+    resumed, answer = _ask(runner, prompt)
+    assert resumed in (600, 900, 1200)  # 600 where a stretch of 300 is too short to be written
+    runner.close()
+    assert not list((tmp_path / "library" / "snapshots").glob("*.part"))
+    fresh = _build(tmp_path, library_quota=0)
+    assert _ask(fresh, prompt) == (0, answer)
+
+
+def test_a_stopped_prefill_is_saved_too(tmp_path, prose_ids):
+    runner = _build(tmp_path)
+    prompt = prose_ids[:1800]
+    slot = runner.start(prompt, "a")
+    for _ in range(3):
+        slot.prefill(prompt[slot.length : slot.length + 300])
+    slot.publish("a")
+    runner.close()
+    runner = _build(tmp_path)
+    assert runner.known(prompt) == (0, 900)
+    runner.close()
+
+
+def test_a_full_pool_takes_back_what_waits_to_be_written(tmp_path, prose_ids, monkeypatch):
+    runner = _build(tmp_path)
+    monkeypatch.setattr(runner_module, "CHECKPOINT_S", 0.0)
+    hold = runner.pool.allocate(runner.pool.free - 6)
+    for i in range(3):
+        _ask(runner, [i, *prose_ids[:650]], (Mark(560, "A"),), steps=1, chat=f"chat {i}")
+    runner.pool.release(hold)
+    runner.close()
+    while runner.prefixes.drop_oldest():
+        pass
+    assert runner.pool.free == runner.pool.blocks
+
+
+# ---- the store alone
+
+SHAPE = CacheShape((1,), (1,), 1, 16, 4, 8, 4, torch.float16, torch.float32)
+
+
+def _cache(pool, ids):
+    cache = DuoCache(pool)
+    cache.begin(len(ids))
+    for layer in range(1):
+        cache.attend(layer, *torch.randn(3, len(ids), 2, 16))
+    cache.commit()
+    return cache
+
+
+def _save(store, pool, ids, *labels):
+    ids = np.asarray(ids)
+    store.save(ids, _cache(pool, ids), labels, wait=True)
+    store.flush()
+
+
+@pytest.fixture
+def pool():
+    pool = BlockPool(SHAPE, 400, torch.device("cpu"))
+    yield pool
+    assert pool.free == pool.blocks
+
+
+def test_the_least_recently_used_goes_first_and_pinned_ones_stay(tmp_path, pool):
+    store = SnapshotStore(tmp_path, "kind", 1 << 40)
+    texts = {name: np.arange(1000) + 10_000 * place for place, name in enumerate("abc", 1)}
+    for name, ids in texts.items():
+        _save(store, pool, ids, name)
+    size = store.bytes_of("a")
+    assert store.bytes_of() == 3 * size
+    store.quota = 3 * size + 100
+    store.pinned = lambda: frozenset("b")
+    chain = store.find(np.append(texts["a"], 0))
+    store.read(chain, pool, (), lambda tokens: None).release()  # a was used last
+    _save(store, pool, np.arange(1000) + 50_000, "d")
+    assert store.labels() == {"a", "b", "d"}
+    store.pinned = lambda: frozenset("abd")
+    _save(store, pool, np.arange(1000) + 60_000, "e")
+    assert store.labels() == {"a", "b", "d"}
+    assert "full" in store.notes[-1]
+    assert len(list(tmp_path.glob("*.kv"))) == 3
+    store.close()
+    again = SnapshotStore(tmp_path, "kind", 1 << 40)
+    assert again.labels() == {"a", "b", "d"}
+    assert SnapshotStore(tmp_path, "other", 1 << 40).labels() == frozenset()
+    again.drop(lambda snapshot: "a" in snapshot.labels)
+    assert again.find(np.append(texts["a"], 0)) == []
+
+
+def test_a_stretch_is_stored_once_and_ends_are_evicted_before_what_they_build_on(tmp_path, pool):
+    store = SnapshotStore(tmp_path, "kind", 1 << 40)
+    ids = np.arange(3000)
+    _save(store, pool, ids[:1000], "a")
+    one = store.bytes_of()
+    _save(store, pool, ids[:1000], "a")
+    _save(store, pool, ids[: 1000 + LEAST_TOKENS - 1])  # too little to be worth its windows
+    assert store.bytes_of() == one
+    _save(store, pool, ids[:2000], "b")
+    _save(store, pool, np.append(ids[:1000], ids[2000:] + 7), "c")
+    assert store.bytes_of() < store.bytes_of("b") + one * 1.2  # c adds its own thousand tokens to a's
+    assert [s.length for _, s in store.find(ids)] == [1000, 2000]
+    assert [s.length for _, s in store.find(ids[:2000])] == [1000]  # a token is left to read
+    assert store.find(ids, beyond=2000) == []
+    store.quota = store.bytes_of() + 10
+    _save(store, pool, np.append(ids[:2000], ids[:700]), "d")
+    assert store.labels() == {"a", "b", "d"}  # c was the oldest end; a carries the others
+    store.close()
+
+
+def test_a_disk_that_fails_costs_the_saving_only(tmp_path, pool, monkeypatch):
+    store = SnapshotStore(tmp_path, "kind", 1 << 40)
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("app.engine.snapshots.write_snapshot", fail)
+    _save(store, pool, np.arange(1000), "a")
+    assert "No space left" in store.notes[-1]
+    assert store.labels() == frozenset()
+    store.close()
+
+
+def test_fingerprint_follows_the_content(tmp_path):
+    model, memo = tmp_path / "m.gguf", tmp_path / "memo.json"
+    model.write_bytes(b"weights")
+    first = fingerprint(model, memo)
+    assert fingerprint(model, memo) == first
+    model.write_bytes(b"Weights and more")
+    assert fingerprint(model, memo) != first
+    memo.write_text("{")
+    model.write_bytes(b"weights")
+    assert fingerprint(model, memo) == first
