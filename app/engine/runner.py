@@ -180,10 +180,13 @@ class Runner:
         if self.capacity is not None and len(prompt_ids) >= self.capacity:
             raise ContextTooLong(len(prompt_ids) + 1, self.capacity)
         prompt = np.asarray(prompt_ids, dtype=np.int64)
-        cache = self._open(prompt, tell)
-        if cache is None:
-            known = self.prefixes.find(prompt)
-            cache = known.fork() if known is not None else self.new_cache()
+        cache: SequenceCache
+        if (opened := self._open(prompt, tell)) is not None:
+            cache = opened
+        elif (known := self.prefixes.find(prompt)) is not None:
+            cache = known.fork()
+        else:
+            cache = self.new_cache()
         try:
             self.make_room(lambda: cache.reserve(len(prompt) + 1))
         except PoolExhausted:
