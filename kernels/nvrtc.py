@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import importlib.util
-import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
+
+from kernels import compiled
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
@@ -33,15 +33,6 @@ class _Config(ctypes.Structure):
 
 
 _EARLY = _Attribute(6, 0, (1,))  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-
-
-_kept_in = Path("~/.cache/octavo/kernels").expanduser()
-
-
-def keep_in(folder: Path) -> None:
-    """Where compiled code is kept from now on, for every later program of this process."""
-    global _kept_in
-    _kept_in = folder
 
 
 class CudaError(RuntimeError):
@@ -115,32 +106,14 @@ def compile_cubin(source: str, options: Sequence[str]) -> bytes:
 
 
 def _cubin(path: Path, defines: dict[str, int], arch: str) -> bytes:
-    """As `compile_cubin`, kept in the user's cache folder under the source's, options' and compiler's hash.
-
-    In front of the code lies its checksum: the driver is not told a length, and reads past the end of a damaged file.
-    """
+    """As `compile_cubin`, kept for the next start."""
     source = path.read_text()
     options = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines.items())]
     numbers = (ctypes.c_int(), ctypes.c_int())
     _call("nvrtcVersion", *(ctypes.byref(x) for x in numbers))
     key = "\n".join([source, *options, *(str(x.value) for x in numbers)])
-    name = f"{path.stem}-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.cubin"
-    kept = _kept_in / name
-    try:
-        held = kept.read_bytes()
-        if hashlib.sha256(held[32:]).digest() == held[:32]:
-            return held[32:]
-    except OSError:
-        pass
-    cubin = compile_cubin(source, options)
-    try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
-            file.write(hashlib.sha256(cubin).digest() + cubin)
-        Path(file.name).replace(kept)  # whole or not at all, also beside another process
-    except OSError:
-        pass  # a read-only home costs a compilation a start
-    return cubin
+    held = compiled.kept(f"{path.stem}-{arch}", ".cubin", key, lambda: compile_cubin(source, options)).read_bytes()
+    return held[: -compiled.CHECKSUM]
 
 
 class Program:

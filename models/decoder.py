@@ -14,7 +14,7 @@ from models.cache.sequence import SequenceCache
 from models.config import ModelConfig
 from models.rope import EndlessRope, Rope
 from quant import kv4
-from quant.w8a8 import Head, Linear, add_product
+from quant.w8a8 import Head, Linear
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Decoder:
             q, k, v = heads.split((self.config.num_heads, self.config.num_kv_heads, self.config.num_kv_heads), 1)
             attended = cache.attend(index, q, k, v)
             for rows in spans:
-                add_product(x[rows], layer.output, layer.output.prepare(attended[rows]))
+                layer.output.add_to(x[rows], layer.output.prepare(attended[rows]))
                 self._mlp(layer, x[rows])
         cache.commit()
         return x
@@ -129,7 +129,7 @@ class Decoder:
             product, scale = layer.gate_up.raw(rows)
         else:
             product, scale = layer.gate_up(rows), None
-        add_product(x, layer.down, layer.down.prepare_gated(product, scale, self._gated_turn))
+        layer.down.add_to(x, layer.down.prepare_gated(product, scale, self._gated_turn))
 
 
 _GATED_BLOCK = 64  # channels: enough to spread an outlier, few enough to cost nothing

@@ -52,6 +52,9 @@ class Linear(Head, Protocol):
     def raw(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
         """The product before its scale a token [n, 1] and the bias, and that scale, for callers that fold it."""
 
+    def add_to(self, total: Tensor, rows: Rows) -> None:
+        """total [n, out] += the layer's output."""
+
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """int8 codes [out, in] and fp32 scale [out] of a weight [out, in], symmetric, nearest."""
@@ -87,7 +90,16 @@ class W8A8Linear:
     def raw(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
         return self._gemm.matmul(rows.values, self._weight, self._scale), rows.scale
 
+    def add_to(self, total: Tensor, rows: Rows) -> None:
+        if hasattr(self._gemm, "add_product_"):
+            self._gemm.add_product_(total, rows.values, rows.scale, self._weight, self._scale, self.bias)
+        else:
+            _add(total, *self.raw(rows), self.bias)
+
     def __call__(self, rows: Rows) -> Tensor:
+        if hasattr(self._gemm, "product"):
+            product: Tensor = self._gemm.product(rows.values, rows.scale, self._weight, self._scale, self.bias)
+            return product
         out, scale = self.raw(rows)
         if scale is not None:
             out.mul_(scale)
@@ -145,20 +157,21 @@ class DenseLinear:
     def raw(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
         return F.linear(rows.values, self._weight).float(), None
 
+    def add_to(self, total: Tensor, rows: Rows) -> None:
+        _add(total, *self.raw(rows), self.bias)
+
     def __call__(self, rows: Rows) -> Tensor:
         out, _ = self.raw(rows)
         return out if self.bias is None else out.add_(self.bias)
 
 
-def add_product(total: Tensor, layer: Linear, rows: Rows) -> None:
-    """total [n, out] += layer(rows), with the scale a token folded into the sum."""
-    out, scale = layer.raw(rows)
+def _add(total: Tensor, product: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
     if scale is None:
-        total += out
+        total += product
     else:
-        total.addcmul_(out, scale)
-    if layer.bias is not None:
-        total += layer.bias
+        total.addcmul_(product, scale)
+    if bias is not None:
+        total += bias
 
 
 def dense_dtype(device: torch.device) -> torch.dtype:

@@ -20,7 +20,7 @@ from app.engine.sizing import fit, free_bytes, peak_bytes, resolve_shape, usable
 from app.engine.snapshots import LEAST_TOKENS, SnapshotStore
 from app.engine.types import Mark, Memory
 from app.errors import ContextTooLong
-from kernels import nvrtc
+from kernels import compiled
 from models.build import load_decoder
 from models.cache.duo import DuoCache
 from models.cache.endless import EndlessCache
@@ -258,7 +258,7 @@ def build_runner(
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    nvrtc.keep_in(settings.cache_dir / "kernels")
+    compiled.keep_in(settings.cache_dir / "kernels")
     config = checkpoint.config
     mask, shape = resolve_shape(config, pattern, settings, device)
     plan, chunk = fit(config, shape, settings, device, free_bytes(device))

@@ -1,6 +1,6 @@
 """Per-token int8 activations, alone or behind the norm or the gate that they come from."""
 
-from kernels.act_quant import ref
+from kernels.act_quant import native, ref
 from kernels.registry import Backend, Kernel, always
 
-ACT_QUANT = Kernel("act_quant", (Backend("reference", ref, always),))
+ACT_QUANT = Kernel("act_quant", (Backend("native", native, native.declines), Backend("reference", ref, always),))

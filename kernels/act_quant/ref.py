@@ -9,8 +9,8 @@ _TINY = 1e-12  # keeps an all-zero token from dividing by zero
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """int8 codes [n, d] and fp32 scales [n, 1] of x [n, d], such that x ~ codes * scale."""
-    scale = x.abs().amax(-1, keepdim=True).clamp_min_(_TINY).div_(127.0)
-    return torch.div(x, scale).round_().to(torch.int8), scale
+    largest = x.abs().amax(-1, keepdim=True).clamp_min_(_TINY)
+    return (x * largest.reciprocal().mul_(127.0)).round_().to(torch.int8), largest.div_(127.0)
 
 
 def rms_norm_quantize(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.attention_prefill import cpu_flash, cuda_flash, ref
+from kernels.attention_prefill import blocks, cpu_flash, cuda_flash, ref
 from kernels.registry import Backend, Kernel, always
 
 ATTENTION = Kernel(
@@ -14,6 +14,8 @@ ATTENTION = Kernel(
         Backend("reference", ref, always),
     ),
 )
+
+BLOCKS = Kernel("attention_blocks", (Backend("native", blocks, blocks.declines), Backend("merged parts", None, always)))
 
 
 def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:

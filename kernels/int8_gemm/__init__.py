@@ -1,11 +1,12 @@
 """int8 x int8 matrix product, rescaled per output channel."""
 
-from kernels.int8_gemm import int_mm, onednn, ref
+from kernels.int8_gemm import int_mm, native, onednn, ref
 from kernels.registry import Backend, Kernel, always
 
 INT8_GEMM = Kernel(
     "int8_gemm",
     (
+        Backend("native", native, native.declines),
         Backend("onednn", onednn, onednn.declines),
         Backend("int_mm", int_mm, int_mm.declines),
         Backend("reference", ref, always),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.attention_decode import Packed
 from kernels.attention_decode.ref import stretches
-from kernels.kv4_pack import KV4_LAYOUT
+from kernels.kv4_pack import KV4_LAYOUT, native
 from models.cache.shape import BLOCK, CacheShape
 from models.errors import PoolExhausted
 from quant import kv4
@@ -111,6 +111,10 @@ class BlockPool:
         self._values[slots].index_copy_(2, index, v_bytes.unflatten(2, (n, -1)))
         self._scales[slots, index] = scales.unflatten(1, (n, -1))
         return self._restore(k_codes, v_codes, scales)
+
+    def store(self, slots: slice, ids: Tensor, keys: Tensor, values: Tensor) -> None:
+        """As `write`, in one pass of C where `kernels.kv4_pack.native` serves; ids int32."""
+        native.write_blocks(keys, values, ids, self._keys[slots], self._values[slots], self._scales[slots])
 
     def _restore(self, k_codes: Tensor, v_codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         shape = self.shape

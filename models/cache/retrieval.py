@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.attention_decode import KV4_DECODE
-from kernels.attention_prefill import ATTENTION, merge_
+from kernels.attention_prefill import ATTENTION, BLOCKS, merge_
+from kernels.kv4_pack.native import join_exact
 from models.cache.pool import BlockPool
 from models.cache.shape import BLOCK
 
@@ -37,6 +38,9 @@ class RetrievalHeads:
         self._attend = ATTENTION.choose(
             pool.device, head_dim=shape.head_dim, dtype=shape.compute_dtype
         ).backend.run.attend
+        self._blocks = BLOCKS.choose(
+            pool.device, head_dim=shape.head_dim, bits=shape.bits, dtype=shape.compute_dtype
+        ).backend.run
         self._decode = KV4_DECODE.choose(pool.device, head_dim=shape.head_dim, group=shape.group).backend.run.decode
 
     def copy(self) -> RetrievalHeads:
@@ -52,6 +56,8 @@ class RetrievalHeads:
         ids: the sequence's blocks, the first of which holds tokens BLOCK .. 2 BLOCK - 1.
         """
         slots = self.shape.retrieval_slots[layer]
+        if q.shape[0] > 1 and self._blocks is not None:
+            return self._direct(slots, q, k, v, length, ids)
         k, v = (x.transpose(0, 1).to(self.shape.exact_dtype) for x in (k, v))
         if q.shape[0] == 1:
             return self._one(slots, q, k, v, length, ids)
@@ -87,6 +93,24 @@ class RetrievalHeads:
             self._table[self._listed : blocks] = new.to(self._table.device)
             self._listed = blocks
         return self._table[:blocks]
+
+    def _direct(self, slots: slice, q: Tensor, k: Tensor, v: Tensor, length: int, ids: Sequence[int]) -> Tensor:
+        """A chunk, by a kernel that reads packed blocks itself: they are written first."""
+        first, before = divmod(length, BLOCK)
+        held = slice(BLOCK, BLOCK + before) if first else slice(0, before)
+        k, v = join_exact(k, v, self.keys[slots, held], self.values[slots, held])
+        filled = before + q.shape[0]
+        table = self._listing(ids, max(first + -(-filled // BLOCK) - 2, 0))
+        start = 0 if first else BLOCK
+        whole = slice(start, filled // BLOCK * BLOCK)
+        if whole.stop > start:
+            at = max(first - 1, 0)
+            new = torch.tensor(ids[at : at + (whole.stop - start) // BLOCK], dtype=torch.int32)
+            self.pool.store(slots, new, k[:, whole], v[:, whole])
+        opening = (self.keys[slots, :BLOCK], self.values[slots, :BLOCK]) if first else (k[:, :BLOCK], v[:, :BLOCK])
+        out: Tensor = self._blocks.attend(q, (k, v), opening, self.pool.packed(slots, table), length, self._scale)
+        self._keep(slots, k, v, first, before, q.shape[0])
+        return out
 
     def _many(self, slots: slice, q: Tensor, k: Tensor, v: Tensor, length: int, ids: Sequence[int]) -> Tensor:
         """A chunk, laid out in whole blocks from the start of the block that its first token falls in."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.decode import float64_attention, random_history, relative_error
-from kernels import nvrtc
+from kernels import compiled, nvrtc
 from kernels.attention_decode import Packed, fragment
 from kernels.kv4_pack import fragment as layout
 
@@ -93,7 +93,7 @@ def test_a_graph_serves_every_length(poisoned):
 
 
 def test_machine_code_is_kept_and_a_damaged_file_is_replaced(monkeypatch, tmp_path):
-    monkeypatch.setattr(nvrtc, "_kept_in", tmp_path / "kernels")
+    monkeypatch.setattr(compiled, "_kept_in", tmp_path / "kernels")
     defines = {"HEAD_DIM": 64, "WARPS": 4, "STAGES": 2}
     device = torch.device("cuda", 0)
     nvrtc.Program(fragment.SOURCE, defines, device)

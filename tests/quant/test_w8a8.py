@@ -6,7 +6,7 @@ import torch
 from kernels.act_quant.ref import quantize_rows, rms_norm_quantize
 from kernels.norm_rope import rms_norm
 from quant import kv4
-from quant.w8a8 import DenseLinear, W8A8Head, W8A8Linear, add_product, quantize_weight
+from quant.w8a8 import DenseLinear, W8A8Head, W8A8Linear, quantize_weight
 
 
 def test_codes_are_within_half_a_step_and_symmetric():
@@ -43,7 +43,7 @@ def test_adding_a_product_equals_the_sum(kind, bias):
     layer = kind(torch.randn(24, 32), torch.randn(24) if bias else None)
     total, rows = torch.randn(5, 24), layer.prepare(torch.randn(5, 32))
     want = total + layer(rows)
-    add_product(total, layer, rows)
+    layer.add_to(total, rows)
     torch.testing.assert_close(total, want, rtol=1e-5, atol=1e-5)
 
 

@@ -1,0 +1,298 @@
+/* Attention of a chunk over blocks of 128 tokens on AMX, in bf16 with fp32 sums.
+
+   A task is one KV head and one block of queries, 32 rows of one query head at a time, with the keys in blocks of 128.
+   Blocks are brought into the order of the matrix units as they are needed: unpacking one costs 2,000 cycles, and a
+   group of three query heads works on it for 40,000. */
+
+#include "native.h"
+
+enum { BLOCK = 128, ROWS = 32, WORDS = 256 }; /* a tile holds 256 words of two bf16 */
+
+/* Neighbours in the reduced dimension: a in the low, b in the high half of each word. */
+static inline __m512i two(__m512 a, __m512 b) {
+    const __m512i order =
+        _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19,
+                         3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+}
+
+static inline __m512 from_half(const uint16_t *x) { return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)x)); }
+
+/* `count` exact keys and values [.., d] in fp16, zeros behind them, as right sides: key tile [key / 16, channel / 32]
+   has channels as rows, value tile [key / 32, channel / 16] has keys as rows. */
+static void lay_exact(const uint16_t *k, const uint16_t *v, i64 count, int d, uint32_t *keys, uint32_t *values) {
+    uint32_t words[BLOCK * 128];
+    const __m512 zero = _mm512_setzero_ps();
+    for (i64 t = 0; t < BLOCK; t++)
+        for (int c = 0; c < d; c += 32) {
+            __m512i both = _mm512_setzero_si512();
+            if (t < count)
+                both = (__m512i)_mm512_cvtne2ps_pbh(from_half(k + t * d + c + 16), from_half(k + t * d + c));
+            _mm512_storeu_si512(words + (t * d + c) / 2, both);
+        }
+    __m512i apart = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
+                                       _mm512_set1_epi32(d / 2));
+    for (int t = 0; t < BLOCK; t += 16)
+        for (int c = 0; c < d / 2; c++)
+            _mm512_storeu_si512(keys + (t / 16 * (d / 32) + c / 16) * WORDS + c % 16 * 16,
+                                _mm512_i32gather_epi32(apart, words + t * d / 2 + c, 4));
+    for (i64 t = 0; t < BLOCK; t += 2)
+        for (int c = 0; c < d; c += 16) {
+            __m512 a = t < count ? from_half(v + t * d + c) : zero;
+            __m512 b = t + 1 < count ? from_half(v + (t + 1) * d + c) : zero;
+            _mm512_storeu_si512(values + (t / 32 * (d / 16) + c / 16) * WORDS + t % 32 / 2 * 16, two(a, b));
+        }
+}
+
+/* 16 codes, less 8, as floats: the low or the high nibbles of 16 bytes. */
+static inline __m512 low_codes(__m512i bytes) {
+    const __m512 table = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
+    return _mm512_permutexvar_ps(bytes, table);
+}
+static inline __m512 high_codes(__m512i bytes) { return low_codes(_mm512_srli_epi32(bytes, 4)); }
+
+/* A packed block (layout int4pack with panels of 64) as `lay_exact`; scales: fp16 [128, 4]. */
+static void lay_packed(const uint8_t *k, const uint8_t *v, i64 v_panel, const uint16_t *scales, int d, uint32_t *keys,
+                       uint32_t *values) {
+    float step[BLOCK], middle[BLOCK];
+    for (int t = 0; t < BLOCK; t++) {
+        step[t] = _cvtsh_ss(scales[4 * t]);
+        middle[t] = _cvtsh_ss(scales[4 * t + 1]);
+    }
+    for (int panel = 0; panel < 2; panel++, k += d * 32)
+        for (int half = 0; half < 2; half++) {
+            int low = panel * 64 + half * 16, high = low + 32; /* tokens in the low and in the high nibbles */
+            __m512 low_step = _mm512_loadu_ps(step + low), low_middle = _mm512_loadu_ps(middle + low);
+            __m512 high_step = _mm512_loadu_ps(step + high), high_middle = _mm512_loadu_ps(middle + high);
+            for (int c = 0; c < d; c += 2) {
+                __m512i a = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)(k + c * 32 + half * 16)));
+                __m512i b = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)(k + c * 32 + 32 + half * 16)));
+                uint32_t *to = keys + c / 32 * WORDS + c % 32 / 2 * 16;
+                _mm512_storeu_si512(to + low / 16 * (d / 32) * WORDS,
+                                    two(_mm512_fmadd_ps(low_codes(a), low_step, low_middle),
+                                        _mm512_fmadd_ps(low_codes(b), low_step, low_middle)));
+                _mm512_storeu_si512(to + high / 16 * (d / 32) * WORDS,
+                                    two(_mm512_fmadd_ps(high_codes(a), high_step, high_middle),
+                                        _mm512_fmadd_ps(high_codes(b), high_step, high_middle)));
+            }
+        }
+    for (int t = 0; t < BLOCK; t += 2) {
+        __m512 a_step = _mm512_set1_ps(_cvtsh_ss(scales[4 * t + 2]));
+        __m512 a_middle = _mm512_set1_ps(_cvtsh_ss(scales[4 * t + 3]));
+        __m512 b_step = _mm512_set1_ps(_cvtsh_ss(scales[4 * t + 6]));
+        __m512 b_middle = _mm512_set1_ps(_cvtsh_ss(scales[4 * t + 7]));
+        for (int panel = 0; panel < d / 64; panel++)
+            for (int half = 0; half < 2; half++) {
+                const uint8_t *at = v + panel * v_panel + t * 32 + half * 16;
+                __m512i a = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)at));
+                __m512i b = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)(at + 32)));
+                uint32_t *to = values + (t / 32 * (d / 16) + panel * 4 + half) * WORDS + t % 32 / 2 * 16;
+                _mm512_storeu_si512(to, two(_mm512_fmadd_ps(low_codes(a), a_step, a_middle),
+                                            _mm512_fmadd_ps(low_codes(b), b_step, b_middle)));
+                _mm512_storeu_si512(to + 2 * WORDS, two(_mm512_fmadd_ps(high_codes(a), a_step, a_middle),
+                                                        _mm512_fmadd_ps(high_codes(b), b_step, b_middle)));
+            }
+    }
+}
+
+/* 2^x to 7.5e-5 of it, well below what bf16 holds. */
+static inline __m512 exp2_ps(__m512 x) {
+    __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); /* x - floor(x) */
+    __m512 p = _mm512_set1_ps(0.07802452f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.22606717f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.69583350f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.99992520f));
+    return _mm512_scalef_ps(p, x);
+}
+
+/* What 32 rows of queries have seen so far: the maximum of their scores (base 2), the sum of weights, and of values. */
+typedef struct {
+    float most[ROWS], sum[ROWS];
+    float *out; /* [ROWS, d] */
+} State;
+
+/* 32 queries see `width` (a multiple of 32, at most 128) keys; row i those from first + i to last + i - 1. */
+static inline void see(const uint16_t *q, const uint32_t *keys, const uint32_t *values, int d, int width, int first,
+                       int last, State *state) {
+    float scores[ROWS * BLOCK] __attribute__((aligned(64)));
+    uint16_t weights[ROWS * BLOCK] __attribute__((aligned(64)));
+    for (int t = 0; t < width; t += 32) {
+        const uint32_t *at = keys + t / 16 * (d / 32) * WORDS;
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int c = 0; c < d / 32; c++) {
+            _tile_loadd(4, q + c * 32, d * 2);
+            _tile_loadd(6, at + c * WORDS, 64);
+            _tile_loadd(7, at + (d / 32 + c) * WORDS, 64);
+            _tile_loadd(5, q + 16 * d + c * 32, d * 2);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(0, scores + t, BLOCK * 4);
+        _tile_stored(1, scores + t + 16, BLOCK * 4);
+        _tile_stored(2, scores + 16 * BLOCK + t, BLOCK * 4);
+        _tile_stored(3, scores + 16 * BLOCK + t + 16, BLOCK * 4);
+    }
+    int whole = first + ROWS - 1 <= 0 && last >= width;
+    for (int i = 0; i < ROWS; i++) {
+        float *row = scores + i * BLOCK;
+        if (!whole) {
+            __m512 none = _mm512_set1_ps(-INFINITY);
+            for (int t = 0; t < width; t += LANES) {
+                i64 from = most(first + i - t, 0), end = most(last + i - t, 0);
+                __mmask16 seen = lanes(end) & (from >= LANES ? 0 : (__mmask16)(0xffffu << from));
+                _mm512_store_ps(row + t, _mm512_mask_load_ps(none, seen, row + t));
+            }
+        }
+        __m512 a = _mm512_load_ps(row), b = _mm512_load_ps(row + LANES);
+        for (int t = 32; t < width; t += 32) {
+            a = _mm512_max_ps(a, _mm512_load_ps(row + t));
+            b = _mm512_max_ps(b, _mm512_load_ps(row + t + LANES));
+        }
+        float before = state->most[i], now = fmaxf(before, _mm512_reduce_max_ps(_mm512_max_ps(a, b)));
+        if (now > before) {
+            state->most[i] = now;
+            float less = exp2f(before - now);
+            state->sum[i] *= less;
+            for (int c = 0; c < d; c += LANES)
+                _mm512_store_ps(state->out + i * d + c,
+                                _mm512_mul_ps(_mm512_load_ps(state->out + i * d + c), _mm512_set1_ps(less)));
+        }
+        __m512 top = _mm512_set1_ps(now == -INFINITY ? 0.f : now);
+        __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+        for (int t = 0; t < width; t += 32) {
+            __m512 x = exp2_ps(_mm512_sub_ps(_mm512_load_ps(row + t), top));
+            __m512 y = exp2_ps(_mm512_sub_ps(_mm512_load_ps(row + t + LANES), top));
+            sum[0] = _mm512_add_ps(sum[0], x);
+            sum[1] = _mm512_add_ps(sum[1], y);
+            _mm512_store_si512(weights + i * BLOCK + t, (__m512i)_mm512_cvtne2ps_pbh(y, x));
+        }
+        state->sum[i] += _mm512_reduce_add_ps(_mm512_add_ps(sum[0], sum[1]));
+    }
+    for (int c = 0; c < d; c += 32) {
+        float *out = state->out + c;
+        _tile_loadd(0, out, d * 4);
+        _tile_loadd(1, out + 16, d * 4);
+        _tile_loadd(2, out + 16 * d, d * 4);
+        _tile_loadd(3, out + 16 * d + 16, d * 4);
+        for (int t = 0; t < width; t += 32) {
+            const uint32_t *at = values + (t / 32 * (d / 16) + c / 16) * WORDS;
+            _tile_loadd(4, weights + t, BLOCK * 2);
+            _tile_loadd(6, at, 64);
+            _tile_loadd(7, at + WORDS, 64);
+            _tile_loadd(5, weights + 16 * BLOCK + t, BLOCK * 2);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(0, out, d * 4);
+        _tile_stored(1, out + 16, d * 4);
+        _tile_stored(2, out + 16 * d, d * 4);
+        _tile_stored(3, out + 16 * d + 16, d * 4);
+    }
+}
+
+/* 32 rows of q [.., stride] from `row` on, scaled and in bf16; zeros for rows outside first .. last - 1. */
+static void take_queries(const float *q, i64 stride, i64 row, i64 first, i64 last, int d, float scale, uint16_t *to) {
+    __m512 factor = _mm512_set1_ps(scale);
+    for (i64 i = row; i < row + ROWS; i++)
+        for (int c = 0; c < d; c += 32, to += 32) {
+            __m512 a = _mm512_setzero_ps(), b = a;
+            if (i >= first && i < last) {
+                a = _mm512_mul_ps(_mm512_loadu_ps(q + i * stride + c), factor);
+                b = _mm512_mul_ps(_mm512_loadu_ps(q + i * stride + c + 16), factor);
+            }
+            _mm512_store_si512(to, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+        }
+}
+
+static void give(const State *state, float *out, i64 stride, i64 row, i64 first, i64 last, int d) {
+    for (i64 i = most(row, first); i < least(row + ROWS, last); i++) {
+        __m512 whole = _mm512_set1_ps(1.f / state->sum[i - row]);
+        for (int c = 0; c < d; c += LANES)
+            _mm512_storeu_ps(out + i * stride + c, _mm512_mul_ps(_mm512_load_ps(state->out + (i - row) * d + c), whole));
+    }
+}
+
+/* Room of one thread: a block of keys and values, and the queries and states of a group's block. */
+typedef struct {
+    uint32_t *keys, *values;
+    uint16_t *q;
+    State *states;
+    void *all;
+} Room;
+
+static Room room(int group, int d) {
+    i64 tiles = BLOCK * d * 2, rows = (i64)group * BLOCK;
+    i64 states = parts(sizeof(State) * rows / ROWS, 64) * 64;
+    char *all = aligned_alloc(64, 2 * tiles + rows * d * 2 + states + rows * d * 4);
+    Room r = {(void *)all, (void *)(all + tiles), (void *)(all + 2 * tiles), (void *)(all + 2 * tiles + rows * d * 2), all};
+    float *out = (void *)((char *)r.states + states);
+    for (i64 i = 0; i < rows / ROWS; i++) r.states[i].out = out + i * ROWS * d;
+    return r;
+}
+
+static void clear(State *state, int d) {
+    for (int i = 0; i < ROWS; i++) state->most[i] = -INFINITY, state->sum[i] = 0;
+    memset(state->out, 0, ROWS * d * 4);
+}
+
+/* Retrieval heads. A query sees its own block and the first one as they are, and every block between them packed.
+
+   q [n, heads group, d] and out with rows `q_stride`, `out_stride` floats apart; own keys and values fp16
+   [heads, own_stride], from the start of the block that token `length` lies in; the first block's [heads,
+   first_stride]. Packed blocks: strides in bytes (scales: in halves); table[i] is where block i + 1 lies. */
+void attend_blocks(const float *q, i64 q_stride, float *out, i64 out_stride, const uint16_t *own_k,
+                   const uint16_t *own_v, i64 own_stride, const uint16_t *first_k, const uint16_t *first_v,
+                   i64 first_stride, const uint8_t *k, i64 k_head, i64 k_block, const uint8_t *v, i64 v_head,
+                   i64 v_panel, i64 v_block, const uint16_t *scales, i64 s_head, i64 s_block, const int32_t *table,
+                   i64 length, i64 n, i64 heads, int group, int d, float scale, int threads) {
+    i64 first = length / BLOCK, blocks = parts(length + n, BLOCK) - first;
+#pragma omp parallel num_threads(threads)
+    {
+        Room r = room(group, d);
+        set_tiles();
+#pragma omp for schedule(dynamic, 1)
+        for (i64 task = 0; task < blocks * heads; task++) {
+            i64 block = first + blocks - 1 - task / heads, head = task % heads; /* the longest first */
+            i64 start = block * BLOCK - length;                                 /* its first row of q */
+            const float *from = q + head * group * d;
+            int count = group * (BLOCK / ROWS);
+            for (int i = 0; i < count; i++) {
+                i64 row = start + i % 4 * ROWS;
+                take_queries(from + i / 4 * d, q_stride, row, 0, n, d, scale * 1.44269504f, r.q + i * ROWS * d);
+                clear(r.states + i, d);
+            }
+            for (i64 b = 0; b <= block; b++) {
+                int own = b == block;
+                if (own) {
+                    i64 at = (block - first) * BLOCK;
+                    const uint16_t *ks = own_k + head * own_stride + at * d, *vs = own_v + head * own_stride + at * d;
+                    lay_exact(ks, vs, least(BLOCK, length + n - block * BLOCK), d, r.keys, r.values);
+                } else if (b == 0) {
+                    i64 at = head * first_stride;
+                    lay_exact(first_k + at, first_v + at, BLOCK, d, r.keys, r.values);
+                } else {
+                    i64 id = table[b - 1];
+                    lay_packed(k + head * k_head + id * k_block, v + head * v_head + id * v_block, v_panel,
+                               scales + head * s_head + id * s_block, d, r.keys, r.values);
+                }
+                for (int i = 0; i < count; i++) {
+                    int row = i % 4 * ROWS;
+                    if (start + row + ROWS <= 0 || start + row >= n) continue;
+                    int width = own ? row + ROWS : BLOCK;
+                    see(r.q + i * ROWS * d, r.keys, r.values, d, width, -ROWS, own ? row + 1 : BLOCK, r.states + i);
+                }
+            }
+            for (int i = 0; i < count; i++)
+                give(r.states + i, out + (head * group + i / 4) * d, out_stride, start + i % 4 * ROWS, 0, n, d);
+        }
+        _tile_release();
+        free(r.all);
+    }
+}

@@ -1,0 +1,144 @@
+/* int8 x int8 products on AMX (many rows) and VNNI (one row), with scales, bias and sum in the epilogue.
+
+   A weight [outer, inner] lies in panels of 32 outputs; a panel is inner / 64 steps of two tiles, a tile 16 rows of
+   64 bytes, and byte 4 c + j of row r is weight[16 tile + c][64 step + 4 r + j]: what TDPBSSD takes as its right side
+   and VPDPBUSD row by row. Outputs and inner channels are padded with zeros. */
+
+#include "native.h"
+
+enum { WIDTH = 32, STEP = 64, TILE = 1024, ROWS = 256 };
+
+void prepack(const int8_t *weight, int8_t *tiles, int32_t *sums, i64 outer, i64 inner) {
+    i64 panels = parts(outer, WIDTH), steps = parts(inner, STEP);
+    memset(tiles, 0, panels * steps * 2 * TILE);
+    for (i64 n = 0; n < outer; n++) {
+        int32_t sum = 0;
+        for (i64 k = 0; k < inner; k++) {
+            i64 tile = (n / WIDTH * steps + k / STEP) * 2 + n % WIDTH / 16;
+            tiles[tile * TILE + k % STEP / 4 * 64 + n % 16 * 4 + k % 4] = weight[n * inner + k];
+            sum += weight[n * inner + k];
+        }
+        sums[n] = sum;
+    }
+}
+
+typedef struct {
+    const float *scale;     /* [outer] */
+    const float *row_scale; /* [rows] or NULL */
+    const float *bias;      /* [outer] or NULL */
+    float *out;             /* [rows, outer] */
+    i64 outer;
+    int add; /* the result is added to out */
+} Epilogue;
+
+/* 16 sums of a row, from column n on. */
+static inline void finish(const Epilogue *e, __m512i sums, i64 row, i64 n) {
+    __mmask16 mask = lanes(e->outer - n);
+    __m512 x = _mm512_mul_ps(_mm512_cvtepi32_ps(sums), _mm512_maskz_loadu_ps(mask, e->scale + n));
+    if (e->row_scale) x = _mm512_mul_ps(x, _mm512_set1_ps(e->row_scale[row]));
+    if (e->bias) x = _mm512_add_ps(x, _mm512_maskz_loadu_ps(mask, e->bias + n));
+    float *to = e->out + row * e->outer + n;
+    if (e->add) x = _mm512_add_ps(x, _mm512_maskz_loadu_ps(mask, to));
+    _mm512_mask_storeu_ps(to, mask, x);
+}
+
+/* One row against panels first .. last - 1. VPDPBUSD wants its left side unsigned: 128 is added to every code, and
+   128 times the weights' sum taken off again. */
+static void one_row(const uint8_t *raised, const int8_t *tiles, const int32_t *sums, i64 steps, i64 first, i64 last,
+                    const Epilogue *e) {
+    for (i64 panel = first; panel < last; panel++) {
+        const int8_t *at = tiles + panel * steps * 2 * TILE;
+        __m512i even[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+        __m512i odd[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+        for (i64 step = 0; step < steps; step++, at += 2 * TILE)
+            for (int r = 0; r < 16; r += 2) {
+                int32_t four[2];
+                memcpy(four, raised + step * STEP + 4 * r, 8);
+                __m512i a = _mm512_set1_epi32(four[0]), b = _mm512_set1_epi32(four[1]);
+                for (int t = 0; t < 2; t++) {
+                    even[t] = _mm512_dpbusd_epi32(even[t], a, _mm512_load_si512(at + t * TILE + r * 64));
+                    odd[t] = _mm512_dpbusd_epi32(odd[t], b, _mm512_load_si512(at + t * TILE + r * 64 + 64));
+                }
+            }
+        for (int t = 0; t < 2; t++) {
+            i64 n = panel * WIDTH + 16 * t;
+            if (n >= e->outer) break;
+            __m512i sum = _mm512_maskz_loadu_epi32(lanes(e->outer - n), sums + n);
+            __m512i total = _mm512_add_epi32(even[t], odd[t]);
+            finish(e, _mm512_sub_epi32(total, _mm512_slli_epi32(sum, 7)), 0, n);
+        }
+    }
+}
+
+/* Up to 32 rows of codes [.., stride] against a panel. */
+static inline void block(const int8_t *codes, i64 stride, i64 rows, const int8_t *tiles, i64 steps, i64 row, i64 n,
+                         const Epilogue *e) {
+    int32_t sums[WIDTH * WIDTH] __attribute__((aligned(64)));
+    int both = rows > 16;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (i64 step = 0; step < steps; step++, tiles += 2 * TILE, codes += STEP) {
+        _tile_loadd(6, tiles, 64);
+        _tile_loadd(7, tiles + TILE, 64);
+        _tile_loadd(4, codes, stride);
+        _tile_dpbssd(0, 4, 6);
+        _tile_dpbssd(1, 4, 7);
+        if (both) {
+            _tile_loadd(5, codes + 16 * stride, stride);
+            _tile_dpbssd(2, 5, 6);
+            _tile_dpbssd(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, 4 * WIDTH);
+    _tile_stored(1, sums + 16, 4 * WIDTH);
+    if (both) {
+        _tile_stored(2, sums + 16 * WIDTH, 4 * WIDTH);
+        _tile_stored(3, sums + 16 * WIDTH + 16, 4 * WIDTH);
+    }
+    for (i64 i = 0; i < rows; i++)
+        for (int t = 0; t < 2 && n + 16 * t < e->outer; t++)
+            finish(e, _mm512_load_si512(sums + i * WIDTH + 16 * t), row + i, n + 16 * t);
+}
+
+/* out (+)= (codes [rows, inner] weight^T) scale row_scale + bias; tiles and sums come from prepack. */
+void matmul(const int8_t *codes, const int8_t *tiles, const int32_t *sums, const float *scale, const float *row_scale,
+            const float *bias, float *out, i64 rows, i64 inner, i64 outer, int add, int threads) {
+    i64 panels = parts(outer, WIDTH), steps = parts(inner, STEP), padded = steps * STEP;
+    Epilogue e = {scale, row_scale, bias, out, outer, add};
+    if (rows == 1) {
+        uint8_t *raised = aligned_alloc(64, padded);
+        for (i64 k = 0; k < inner; k++) raised[k] = (uint8_t)codes[k] ^ 0x80;
+        memset(raised + inner, 0x80, padded - inner); /* a zero, against weights that are zero */
+#pragma omp parallel for num_threads(threads) schedule(static)
+        for (i64 part = 0; part < threads; part++)
+            one_row(raised, tiles, sums, steps, panels * part / threads, panels * (part + 1) / threads, &e);
+        free(raised);
+        return;
+    }
+    /* Tiles read whole rows and whole steps: rows that do not fill them are copied to where they do. */
+    i64 whole = padded == inner ? rows / 32 * 32 : 0, rest = rows - whole;
+    int8_t *copy = rest ? aligned_alloc(64, parts(rest, 32) * 32 * padded) : NULL;
+    for (i64 i = 0; i < parts(rest, 32) * 32 && rest; i++) {
+        i64 filled = i < rest ? inner : 0;
+        if (filled) memcpy(copy + i * padded, codes + (whole + i) * inner, inner);
+        memset(copy + i * padded + filled, 0, padded - filled);
+    }
+    i64 slabs = parts(rows, ROWS);
+#pragma omp parallel num_threads(threads)
+    {
+        set_tiles();
+#pragma omp for schedule(dynamic, 4)
+        for (i64 task = 0; task < slabs * panels; task++) {
+            i64 slab = task / panels, panel = task % panels, end = least(rows, (slab + 1) * ROWS);
+            for (i64 row = slab * ROWS; row < end; row += 32) {
+                const int8_t *from = row < whole ? codes + row * inner : copy + (row - whole) * padded;
+                block(from, padded, least(32, end - row), tiles + panel * steps * 2 * TILE, steps, row, panel * WIDTH,
+                      &e);
+            }
+        }
+        _tile_release();
+    }
+    free(copy);
+}
