@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.norm_rope import apply_rope, rms_norm
+from kernels.norm_rope import PLACE, rms_norm
 from models.cache.sequence import SequenceCache
 from models.config import ModelConfig
 from models.rope import EndlessRope, Rope
@@ -58,6 +58,7 @@ class Decoder:
         self.rope: Rope | EndlessRope = Rope(config.rope, config.head_dim, config.max_positions)
         self._rotation = kv4.rotation(config.head_dim).to(self.device)
         self._gated_turn = None if turn is None else gated_turn(config.intermediate_size).to(self.device)
+        self._placing = PLACE.choose(self.device).backend.run
         # On a CPU a slice of rows stays in the cores' own caches through a whole block; a GPU wants them all.
         self._rows = 512 if self.device.type == "cpu" else 1 << 30
 
@@ -111,15 +112,10 @@ class Decoder:
             q, k = heads[:, : config.num_heads], heads[:, config.num_heads : with_positions]
             q.copy_(rms_norm(q, layer.q_norm, config.norm_eps))
             k.copy_(rms_norm(k, layer.k_norm, config.norm_eps))
-        apply_rope(heads[:, :with_positions], table)
-        if rotated:
-            kept = layer.retrieval * (config.num_heads // config.num_kv_heads)
-            # q and k lie next to each other: where every head is rotated they are one stretch
-            whole = kept == config.num_heads
-            stretches = ((0, with_positions),) if whole else ((0, kept), (config.num_heads, layer.retrieval))
-            for start, count in stretches:
-                part = heads[:, start : start + count]
-                part.copy_(part @ self._rotation)
+        kept = layer.retrieval * (config.num_heads // config.num_kv_heads)
+        # q and k lie next to each other: where every head is rotated they are one stretch
+        whole = ((0, with_positions),) if kept == config.num_heads else ((0, kept), (config.num_heads, layer.retrieval))
+        self._placing.place(heads, table, with_positions, whole if rotated and kept else (), self._rotation)
         return heads
 
     def _mlp(self, layer: Layer, x: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Attention of one new token over a head's whole history: exact tokens and packed blocks together."""
 
-from kernels.attention_decode import fragment, int4pack, ref
+from kernels.attention_decode import fragment, int4pack, native, ref
 from kernels.attention_decode.ref import Packed
 from kernels.registry import Backend, Kernel, always
 
@@ -8,6 +8,7 @@ KV4_DECODE = Kernel(
     "attention_decode",
     (
         Backend("fragment", fragment, fragment.declines),
+        Backend("native", native, native.declines),
         Backend("int4pack", int4pack, int4pack.declines),
         Backend("reference", ref, always),
     ),

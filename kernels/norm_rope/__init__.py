@@ -1,5 +1,9 @@
-"""RMSNorm and rotary positions: the reference serves every device."""
+"""RMSNorm, rotary positions and the rotation of heads."""
 
+from kernels.norm_rope import native, ref
 from kernels.norm_rope.ref import apply_rope, rms_norm
+from kernels.registry import Backend, Kernel, always
 
-__all__ = ["apply_rope", "rms_norm"]
+PLACE = Kernel("norm_rope", (Backend("native", native, native.declines), Backend("reference", ref, always)))
+
+__all__ = ["PLACE", "apply_rope", "rms_norm"]

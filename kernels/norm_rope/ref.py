@@ -1,5 +1,7 @@
 """RMSNorm and rotary position embedding in plain torch."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,3 +15,14 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 def apply_rope(x: Tensor, table: Tensor) -> None:
     """Rotates adjacent pairs of x [n, heads, d] (fp32) by table [n, d / 2] (complex64), in place (Su et al., 2021)."""
     torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(table[:, None])
+
+
+def place(heads: Tensor, table: Tensor, placed: int, turned: Sequence[tuple[int, int]], turn: Tensor) -> None:
+    """Positions for the first `placed` of heads [n, h, d] (fp32), then heads (start, count) times turn [d, d]; in place.
+
+    table as for `apply_rope`.
+    """
+    apply_rope(heads[:, :placed], table)
+    for start, count in turned:
+        part = heads[:, start : start + count]
+        part.copy_(part @ turn)
