@@ -21,7 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from kernels import compiled, cpu
 
 _FLAGS = (
-    "-std=gnu11 -O3 -march=native -mprefer-vector-width=512 -fno-math-errno -fno-trapping-math -ffp-contract=off -fopenmp -fPIC -shared"
+    "-std=gnu11 -O3 -march=native -mprefer-vector-width=512 -fopenmp -fPIC -shared "
+    "-fno-math-errno -fno-trapping-math -ffp-contract=off"
 ).split()
 _HEADER = Path(__file__).with_name("native.h")
 

@@ -3,4 +3,10 @@
 from kernels.act_quant import native, ref
 from kernels.registry import Backend, Kernel, always
 
-ACT_QUANT = Kernel("act_quant", (Backend("native", native, native.declines), Backend("reference", ref, always),))
+ACT_QUANT = Kernel(
+    "act_quant",
+    (
+        Backend("native", native, native.declines),
+        Backend("reference", ref, always),
+    ),
+)

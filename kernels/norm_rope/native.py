@@ -32,7 +32,8 @@ def place(heads: Tensor, table: Tensor, placed: int, turned: Sequence[tuple[int,
     n, _, d = heads.shape
     assert heads.dtype == torch.float32 and heads.stride()[1:] == (d, 1) and table.is_contiguous() and len(turned) <= 2
     if turned and not native.is_hadamard(turn):
-        return ref.place(heads, table, placed, turned, turn)
+        ref.place(heads, table, placed, turned, turn)
+        return
     a, b = (*turned, (0, 0), (0, 0))[:2]
     threads = torch.get_num_threads()
     _function()(heads.data_ptr(), heads.stride(0), table.data_ptr(), n, placed, d, *a, *b, threads)

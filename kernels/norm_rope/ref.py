@@ -18,9 +18,9 @@ def apply_rope(x: Tensor, table: Tensor) -> None:
 
 
 def place(heads: Tensor, table: Tensor, placed: int, turned: Sequence[tuple[int, int]], turn: Tensor) -> None:
-    """Positions for the first `placed` of heads [n, h, d] (fp32), then heads (start, count) times turn [d, d]; in place.
+    """Positions for the first `placed` of heads [n, h, d] (fp32), then some heads times turn [d, d]; in place.
 
-    table as for `apply_rope`.
+    table as for `apply_rope`; turned: first head and number of each stretch to turn.
     """
     apply_rope(heads[:, :placed], table)
     for start, count in turned:

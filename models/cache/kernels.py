@@ -8,10 +8,11 @@ import torch
 
 from kernels.act_quant import ACT_QUANT
 from kernels.attention_decode import KV4_DECODE
-from kernels.attention_prefill import ATTENTION
+from kernels.attention_prefill import ATTENTION, BLOCKS
 from kernels.attention_window import WINDOW_DECODE
 from kernels.int8_gemm import INT8_GEMM
 from kernels.kv4_pack import KV4_LAYOUT
+from kernels.norm_rope import PLACE
 from models.cache.shape import CacheShape
 
 
@@ -23,7 +24,9 @@ def kernel_report(device: torch.device, shape: CacheShape) -> list[dict[str, Any
     asked: list[tuple[Any, dict[str, Any]]] = [
         (INT8_GEMM, {}),
         (ACT_QUANT, {}),
+        (PLACE, {}),
         (ATTENTION, {"head_dim": shape.head_dim, "dtype": shape.compute_dtype}),
+        (BLOCKS, {"head_dim": shape.head_dim, "bits": shape.bits, "dtype": shape.compute_dtype}),
     ]
     if not any(shape.retrieval_heads):
         asked.append((WINDOW_DECODE, {"head_dim": shape.head_dim, "dtype": shape.exact_dtype}))
