@@ -114,8 +114,10 @@ class Decoder:
             k.copy_(rms_norm(k, layer.k_norm, config.norm_eps))
         kept = layer.retrieval * (config.num_heads // config.num_kv_heads)
         # q and k lie next to each other: where every head is rotated they are one stretch
-        whole = ((0, with_positions),) if kept == config.num_heads else ((0, kept), (config.num_heads, layer.retrieval))
-        self._placing.place(heads, table, with_positions, whole if rotated and kept else (), self._rotation)
+        turned = (
+            ((0, with_positions),) if kept == config.num_heads else ((0, kept), (config.num_heads, layer.retrieval))
+        )
+        self._placing.place(heads, table, with_positions, turned if rotated and kept else (), self._rotation)
         return heads
 
     def _mlp(self, layer: Layer, x: Tensor) -> None:

@@ -42,13 +42,17 @@ def kept_range(head_dim: int, bits: int) -> float:
     return min(1.0, 1.0 - 0.03 * math.log2(head_dim / 32)) if bits == 4 else 1.0
 
 
+def step_share(head_dim: int, bits: int) -> float:
+    """A step's share of a vector's range."""
+    return kept_range(head_dim, bits) / ((1 << bits) - 1)
+
+
 def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Codes uint8 [..., d] and fp16 [..., 2] (step, middle) of x [..., d] (fp32 or narrower)."""
     x = x.float()
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)  # aminmax is not vectorised along rows
     half = 1 << (bits - 1)
-    share = kept_range(x.shape[-1], bits) / (2 * half - 1)
-    step = ((high - low) * share).clamp_min_(_MIN_STEP).to(torch.float16)
+    step = ((high - low) * step_share(x.shape[-1], bits)).clamp_min_(_MIN_STEP).to(torch.float16)
     middle = ((low + high) * 0.5 + step.float() * 0.5).to(torch.float16)  # the codes' own centre is half a step lower
     # A difference and then a product: no compiler can fuse them, so the codes are the same everywhere.
     codes = (x - middle.float()).mul_(step.float().reciprocal_()).round_().clamp_(-half, half - 1)

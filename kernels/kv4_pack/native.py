@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -29,7 +29,9 @@ def _functions():  # type: ignore[no-untyped-def]
         SOURCE, "join_exact", exact, exact, size, exact, exact, *[size] * 4, number, exact, exact, number
     )
     pool = (exact, size, size, exact, size, size, size, exact, size, size)
-    write = native.function(SOURCE, "write_blocks", exact, exact, size, exact, size, size, number, *pool, number)
+    write = native.function(
+        SOURCE, "write_blocks", exact, exact, size, exact, size, size, number, c_float, *pool, number
+    )
     return join, write
 
 
@@ -57,8 +59,11 @@ def join_exact(k: Tensor, v: Tensor, held_k: Tensor, held_v: Tensor) -> tuple[Te
     return own[0], own[1]
 
 
-def write_blocks(k: Tensor, v: Tensor, ids: Tensor, keys: Tensor, values: Tensor, scales: Tensor) -> None:
-    """Quantises fp16 k, v [heads, len(ids) * 128, d] into blocks `ids` (int32) of keys, values, scales as `Packed`."""
+def write_blocks(k: Tensor, v: Tensor, share: float, ids: Tensor, keys: Tensor, values: Tensor, scales: Tensor) -> None:
+    """Quantises fp16 k, v [heads, len(ids) * 128, d] into blocks `ids` (int32) of keys, values, scales as `Packed`.
+
+    share: the part of a vector's range that one step is.
+    """
     heads, _, d = k.shape
     assert k.stride() == v.stride() and k.stride()[1:] == (d, 1) and k.dtype == v.dtype == torch.float16
     _functions()[1](
@@ -69,6 +74,7 @@ def write_blocks(k: Tensor, v: Tensor, ids: Tensor, keys: Tensor, values: Tensor
         ids.numel(),
         heads,
         d,
+        share,
         *pool_arguments(keys, values, scales),
         torch.get_num_threads(),
     )

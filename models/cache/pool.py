@@ -114,7 +114,8 @@ class BlockPool:
 
     def store(self, slots: slice, ids: Tensor, keys: Tensor, values: Tensor) -> None:
         """As `write`, in one pass of C where `kernels.kv4_pack.native` serves; ids int32."""
-        native.write_blocks(keys, values, ids, self._keys[slots], self._values[slots], self._scales[slots])
+        share = kv4.step_share(self.shape.head_dim, 4)
+        native.write_blocks(keys, values, share, ids, self._keys[slots], self._values[slots], self._scales[slots])
 
     def _restore(self, k_codes: Tensor, v_codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         shape = self.shape
