@@ -1,4 +1,4 @@
-"""The command line: `python -m app serve | ask | plan | doctor | bench`; without a command it serves.
+"""The command line: `python -m app serve | ask | plan | quantize | doctor | bench`; without a command it serves.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. Errors are one line unless --debug is given.
 """
@@ -74,6 +74,24 @@ def build_parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--json", action="store_true", help="print one JSON object")
     _model_flags(plan)
+
+    quantize = commands.add_parser(
+        "quantize",
+        help="a checkpoint with 8-bit weights",
+        description="Write MODEL as a W8A8 checkpoint, calibrated on text. A run that was stopped continues.",
+    )
+    quantize.add_argument("source", metavar="MODEL", help="a hub id, a directory of safetensors, or a .gguf file")
+    quantize.add_argument("out", metavar="OUT", type=Path, help="directory to write; --model OUT loads it")
+    quantize.add_argument(
+        "--calibration",
+        metavar="TEXT",
+        help="a file or directory of text like what the model will read, or 'none' (default: a small built-in sample)",
+    )
+    quantize.add_argument("--calibration-tokens", type=int, metavar="N", help="default 16384")
+    quantize.add_argument("--pattern", type=Path, metavar="DIR", help="head pattern to store with it")
+    quantize.add_argument("--json", action="store_true", help="print one JSON object")
+    _running_flags(quantize)
+    quantize.add_argument("--debug", action="store_true", default=None, help=argparse.SUPPRESS)
 
     doctor = commands.add_parser(
         "doctor",
@@ -181,6 +199,11 @@ def run(argv: Sequence[str]) -> int:
         from app.cli_plan import plan
 
         return plan(settings, args.config, args.gpu_memory, args.json)
+    if args.command == "quantize":
+        from app.cli_quantize import TOKENS, quantize
+
+        tokens = TOKENS if args.calibration_tokens is None else args.calibration_tokens
+        return quantize(settings, args.source, args.out, args.calibration, tokens, args.json)
     if args.command == "ask":
         from app.cli_ask import ask, sampling_of
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -37,6 +38,17 @@ class TokenizerSpec:
     special_texts: Mapping[str, str]
     eos_ids: frozenset[int]
     add_bos: bool
+
+    def save(self, folder: Path) -> None:
+        """Writes the files of a Hugging Face tokenizer."""
+        config = {**self.special_texts, "add_bos_token": self.add_bos, "chat_template": self.chat_template}
+        ends = {"eos_token_id": sorted(self.eos_ids)}
+        for name, content in (
+            ("tokenizer.json", self.data),
+            ("tokenizer_config.json", config),
+            ("generation_config.json", ends),
+        ):
+            (folder / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
 
 def spec_from_gguf(path: Path) -> TokenizerSpec:

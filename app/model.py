@@ -37,6 +37,7 @@ _HUB_FILES += "tokenizer.json tokenizer_config.json chat_template.jinja".split()
 _HUB_EXCLUDED = ["*/*", "consolidated*"]  # the weights once more in another layout
 _HUB_LEAST_BYTES = 11 << 30  # the 8B model at 8 bits, its embedding and head at 16, and a context worth having
 _PATTERNS = Path(__file__).parents[1] / "models" / "patterns"
+PATTERN_FOLDER = "pattern"  # inside a checkpoint of our own
 
 
 class Runner(engine.Runner, Protocol):
@@ -160,9 +161,9 @@ def choose_pattern(files: ModelFiles, settings: Settings) -> tuple[HeadPattern |
             return _told(fetch_pattern(files.hub_id, settings.cache_dir), settings)
         except BadPattern as error:
             return None, f"Every head keeps everything. {error}"
-    shipped = _PATTERNS / files.name
-    if (shipped / "config.json").is_file():
-        return _told(HeadPattern.load(shipped), settings)
+    for shipped in (files.path / PATTERN_FOLDER, _PATTERNS / files.name):
+        if (shipped / "config.json").is_file():
+            return _told(HeadPattern.load(shipped), settings)
     return None, "No head pattern for this model: every head keeps everything, whatever the retrieval ratio."
 
 

@@ -25,7 +25,7 @@ def transformers_model(checkpoint: Checkpoint) -> Any:
         tie_word_embeddings=c.tied_embeddings,
     )
     model = LlamaForCausalLM(config).eval()
-    weights = {name: tensor.float() for name, tensor in checkpoint.tensors()}
+    weights = {name: checkpoint.load_float(name).float() for name in checkpoint.names()}
     missing, unexpected = model.load_state_dict(weights, strict=False)
     if set(missing) - {"lm_head.weight"} or unexpected:
         raise ValueError(f"weights do not fit transformers' model: missing {missing}, unexpected {unexpected}")

@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from models.config import LEARNED_SINKS, ModelConfig, refuse_sink_tensors
 from models.errors import BadCheckpoint, UnsupportedModel
 from models.gguf import GgufFile, read_gguf
 from models.rope import inverse_frequencies
+from models.turn import FOLDED
+from quant.formats import QSERVE, Int8Format, QuantizedWeight, UnreadableFormat, int8_format
 
 _INDEX = "model.safetensors.index.json"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -29,20 +31,30 @@ _REDUNDANT = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 class Checkpoint(ABC):
     """A model on disk. Names are Hugging Face's; q and k rows are in its rotate-half order, whatever the file's."""
 
-    def __init__(self, path: Path, config: ModelConfig, source: str) -> None:
+    def __init__(self, path: Path, config: ModelConfig, source: str, int8_format: Int8Format | None = None) -> None:
         self.path = path
         self.config = config
         self.source = source
+        self.int8_format = int8_format
 
     @abstractmethod
-    def load(self, name: str) -> torch.Tensor:
-        """One tensor on the CPU in bf16, fp16 or fp32. Do not write to it: it may be the file itself."""
+    def load(self, name: str) -> torch.Tensor | QuantizedWeight:
+        """One tensor on the CPU in bf16, fp16 or fp32, or int8 with its scales. Do not write to it: it may be the file.
+
+        Only a checkpoint with an `int8_format` has int8 weights.
+        """
+
+    def load_float(self, name: str) -> torch.Tensor:
+        """As `load`, int8 weights multiplied out to fp32."""
+        tensor = self.load(name)
+        return tensor.dequantize() if isinstance(tensor, QuantizedWeight) else tensor
 
     def names(self) -> list[str]:
         """Every tensor's name, in the order of the forward pass; no lm_head when it is tied to the embedding."""
-        return list(self.config.tensor_shapes())
+        turned = self.int8_format is not None and self.int8_format.turned
+        return [name for name in self.config.tensor_shapes() if not (turned and name.endswith(FOLDED))]
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
         """Tensor by tensor; drop each before taking the next and the model is never in memory as a whole."""
         for name in self.names():
             yield name, self.load(name)
@@ -71,29 +83,80 @@ class _SafetensorsCheckpoint(Checkpoint):
                 _as_list(source.get("eos_token_id")) for source in (data, _read_json(path / "generation_config.json"))
             ]
             data = {**data, "eos_token_id": list(dict.fromkeys(ends[0] + ends[1]))}
-        config = ModelConfig.from_hf(data)
-        self._shards: dict[str, Any] = {}  # tensor name -> its open file
-        shapes: dict[str, tuple[int, ...]] = {}
-        dtypes: Counter[str] = Counter()
+        found: dict[str, _Stored] = {}
         for file in _shard_files(path):
-            for name, shape, dtype, shard in _read_shard(file):
-                if name in shapes:
+            for name, stored in _read_shard(file):
+                if name in found:
                     raise BadCheckpoint(f"{path} holds tensor {name} in two files. Keep one set of safetensors.")
-                self._shards[name], shapes[name] = shard, shape
-                dtypes[dtype] += 1
-        super().__init__(path, config, f"{path.name} (safetensors, {'/'.join(dtypes)})")
+                found[name] = stored
+        form = _int8_format(data, found)
+        self._stored = found
+        # What the config says of quantisation is answered for here; the model itself is the same.
+        config = ModelConfig.from_hf({key: value for key, value in data.items() if key != "quantization_config"})
+        dtypes = Counter(stored.dtype for stored in found.values())
+        named = form.title if form else "/".join(dtypes)
+        super().__init__(path, config, f"{path.name} (safetensors, {named})", form)
+        shapes = _weights_of(path, found, form)
         if config.tied_embeddings and shapes.get(_HEAD) == shapes.get(_EMBEDDING, ()):
             # Stored as well: a plain copy is left out; a head of its own is used, as transformers does.
-            head, embedding = self.load(_HEAD), self.load(_EMBEDDING)
+            head, embedding = self._get(_HEAD), self._get(_EMBEDDING)
             if head.dtype == embedding.dtype and torch.equal(head, embedding):
                 del shapes[_HEAD]
             else:
                 self.config = replace(config, tied_embeddings=False)
-        _check_tensors(path, self.config, {name: shape for name, shape in shapes.items() if not _REDUNDANT.match(name)})
+        shapes = {name: shape for name, shape in shapes.items() if not _REDUNDANT.match(name)}
+        _check_tensors(path, {name: self.config.tensor_shapes()[name] for name in self.names()}, shapes)
 
-    def load(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._shards[name].get_tensor(name)
+    def load(self, name: str) -> torch.Tensor | QuantizedWeight:
+        form = self.int8_format
+        if form is None or self._stored[name].dtype != "I8":
+            return self._get(name)
+        scale = self._get(name.removesuffix(".weight") + form.scale).float().flatten() * form.factor
+        return QuantizedWeight(self._get(name), scale)
+
+    def _get(self, name: str) -> torch.Tensor:
+        # Opened anew for each tensor: what an open file has read stays in memory until it is closed.
+        with safe_open(self._stored[name].file, framework="pt") as shard:
+            tensor: torch.Tensor = shard.get_tensor(name)
         return tensor
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Where a tensor lies, and what it is."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _int8_format(data: Mapping[str, Any], found: Mapping[str, _Stored]) -> Int8Format | None:
+    """The format of int8 weights that the config names, or that names of tensors tell of."""
+    section = data.get("quantization_config")
+    if section:
+        try:
+            return int8_format(section)
+        except UnreadableFormat as error:
+            raise UnsupportedModel(error.key, error.value, error.supported) from error
+    return QSERVE if any(name.endswith(QSERVE.scale) for name in found) else None
+
+
+def _weights_of(path: Path, found: Mapping[str, _Stored], form: Int8Format | None) -> dict[str, tuple[int, ...]]:
+    """Shapes without the scales of int8 weights, which must be complete."""
+    left = dict(found)
+    for name, stored in found.items():
+        if stored.dtype == "I8" and form is not None and name.endswith(".weight"):
+            base = name.removesuffix(".weight")
+            scale = left.pop(base + form.scale, None)
+            rows = stored.shape[0]
+            if scale is None or scale.shape not in ((rows,), (rows, 1)) or scale.dtype not in _DTYPES:
+                told = "missing" if scale is None else f"{scale.dtype} {scale.shape}"
+                raise BadCheckpoint(f"{path.name}: {base}{form.scale} is {told}; {name} needs {rows} scales.")
+            if form.extra is not None:
+                left.pop(base + form.extra, None)
+        elif stored.dtype not in _DTYPES and not (form is not None and form.extra and name.endswith(form.extra)):
+            raise UnsupportedModel(f"dtype of {name}", stored.dtype, ", ".join(_DTYPES))
+    return {name: stored.shape for name, stored in left.items()}
 
 
 def _shard_files(path: Path) -> list[Path]:
@@ -114,15 +177,12 @@ def _shard_files(path: Path) -> list[Path]:
     return files
 
 
-def _read_shard(file: Path) -> Iterator[tuple[str, tuple[int, ...], str, Any]]:
+def _read_shard(file: Path) -> Iterator[tuple[str, _Stored]]:
     try:
-        shard = safe_open(file, framework="pt")
-        for name in shard.keys():  # noqa: SIM118 - not a mapping
-            view = shard.get_slice(name)
-            dtype = str(view.get_dtype())
-            if dtype not in _DTYPES:
-                raise UnsupportedModel(f"dtype of {name}", dtype, ", ".join(_DTYPES))
-            yield name, tuple(view.get_shape()), dtype, shard
+        with safe_open(file, framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 - not a mapping
+                view = shard.get_slice(name)
+                yield name, _Stored(file, tuple(view.get_shape()), str(view.get_dtype()))
     except (SafetensorError, OSError) as error:
         raise BadCheckpoint(f"{file.name} is damaged or cut short: {error}. Download it again.") from error
 
@@ -143,9 +203,8 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _check_tensors(path: Path, config: ModelConfig, found: Mapping[str, tuple[int, ...]]) -> None:
+def _check_tensors(path: Path, expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
     refuse_sink_tensors(found)
-    expected = config.tensor_shapes()
     for label, names in (("lacks", expected.keys() - found), ("has unknown", found.keys() - expected)):
         if names:
             raise BadCheckpoint(f"{path.name} {label} tensors: {_some(names)}. It does not match its config.")
@@ -215,7 +274,8 @@ class _GgufCheckpoint(Checkpoint):
         for info in self._file.tensors.values():
             sizes[info.type_name] += info.nbytes
         super().__init__(path, config, f"{path.name} (GGUF, {sizes.most_common(1)[0][0]})")
-        _check_tensors(path, config, {name: self._file.tensors[own].shape for name, own in self._own_names.items()})
+        shapes = {name: self._file.tensors[own].shape for name, own in self._own_names.items()}
+        _check_tensors(path, config.tensor_shapes(), shapes)
         # Converters to GGUF reorder q and k of these families from halves to adjacent pairs, and leave Qwen's alone.
         self._paired = self._file.metadata["general.architecture"] in ("llama", "mistral")
 

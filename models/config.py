@@ -144,6 +144,43 @@ class ModelConfig:
             bos_id=next(iter(_ids(data, "bos_token_id")), None),
         )
 
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json's content that `from_hf` reads back as this."""
+        architecture = next(name for name, family in _ARCHITECTURES.items() if family == self.family)
+        data: dict[str, Any] = {
+            "architectures": [architecture],
+            "model_type": self.family,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.norm_eps,
+            "max_position_embeddings": self.max_positions,
+            "tie_word_embeddings": self.tied_embeddings,
+            "eos_token_id": list(self.eos_ids),
+            "bos_token_id": self.bos_id,
+            "sliding_window": None,
+            "rope_parameters": {"rope_type": self.rope.kind, "rope_theta": self.rope.theta},
+        }
+        if self.family in ("llama", "qwen3"):
+            data["attention_bias"] = self.qkv_bias
+        if self.family == "llama":
+            data["mlp_bias"] = self.mlp_bias
+        rope = dict(self.rope.params)
+        original = rope.pop("original_max_positions", None)
+        if "truncate" in rope:
+            data["rope_parameters"]["truncate"] = bool(rope.pop("truncate"))
+        data["rope_parameters"] |= rope
+        if self.rope.kind == "dynamic":  # takes the length before scaling from the model's own
+            data["max_position_embeddings"] = int(original or self.max_positions)
+        elif original is not None:
+            data["rope_parameters"]["original_max_position_embeddings"] = int(original)
+        return data
+
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of the model by its Hugging Face name, in the order of the forward pass; linear is [out, in]."""
         hidden, inner = self.hidden_size, self.intermediate_size

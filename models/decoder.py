@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +12,7 @@ from kernels.norm_rope import PLACE, rms_norm
 from models.cache.sequence import SequenceCache
 from models.config import ModelConfig
 from models.rope import EndlessRope, Rope
+from models.turn import gated_turn
 from quant import kv4
 from quant.w8a8 import Head, Linear
 
@@ -128,11 +128,3 @@ class Decoder:
         else:
             product, scale = layer.gate_up(rows), None
         layer.down.add_to(x, layer.down.prepare_gated(product, scale, self._gated_turn))
-
-
-_GATED_BLOCK = 64  # channels: enough to spread an outlier, few enough to cost nothing
-
-
-def gated_turn(channels: int) -> Tensor:
-    """The rotation [b, b] of every b of `down`'s input channels (QuaRot turns them too, all at once)."""
-    return kv4.rotation(math.gcd(channels, _GATED_BLOCK))

@@ -33,6 +33,15 @@ def rotation(size: int) -> Tensor:
     return full.to(torch.float32)
 
 
+def rotate(x: Tensor, back: bool = False) -> Tensor:
+    """x [..., n] @ rotation(n), or @ its transpose, through two small factors: n^1.5 steps instead of n^2."""
+    n = x.shape[-1]
+    powers = (n & -n).bit_length() - 1
+    outer, inner = (rotation(size).to(x.device) for size in (1 << powers // 2, n >> powers // 2))
+    split = x.unflatten(-1, (outer.shape[0], inner.shape[0]))  # rotation(n) is outer (x) inner; outer is symmetric
+    return (outer @ (split @ (inner.T if back else inner))).flatten(-2)
+
+
 def kept_range(head_dim: int, bits: int) -> float:
     """The share of a vector's range that the codes span; what lies outside goes to the nearest end.
 

@@ -13,6 +13,7 @@ from kernels.act_quant import ACT_QUANT
 from kernels.act_quant.ref import gated, quantize_rows
 from kernels.int8_gemm import INT8_GEMM
 from kernels.norm_rope import rms_norm
+from quant.formats import QuantizedWeight
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,10 @@ class W8A8Linear:
         self.nbytes = codes.numel() + 4 * scale.numel() + (0 if bias is None else 4 * bias.numel())
 
     @classmethod
-    def from_float(cls, weight: Tensor, bias: Tensor | None = None) -> W8A8Linear:
-        """Quantises a float weight [out, in]."""
+    def from_float(cls, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> W8A8Linear:
+        """Quantises a float weight [out, in]; one that is in int8 already stays as it is."""
+        if isinstance(weight, QuantizedWeight):
+            return cls(weight.codes, weight.scale, bias)
         return cls(*quantize_weight(weight), bias)
 
     def prepare(self, x: Tensor) -> Rows:

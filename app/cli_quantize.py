@@ -1,0 +1,109 @@
+"""`python -m app quantize MODEL OUT`: a W8A8 checkpoint that loads without calibration."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from app.calibration import sample_texts, sample_windows
+from app.cli_ask import StatusLine
+from app.config import Settings
+from app.engine.sizing import peak_bytes
+from app.errors import UsageError
+from app.gguf_tokenizer import spec_from_gguf
+from app.model import PATTERN_FOLDER, ModelFiles, choose_pattern, find_model
+from app.tokenizer import Tokenizer
+from models.checkpoint import open_checkpoint
+from models.quantize import quantize_checkpoint
+from quant import formats
+
+TOKENS = 16_384  # of calibration: a gram matrix of a few thousand channels has more equations than unknowns
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("chat_template.jinja", "generation_config.json"),
+)
+_ROUND_ONLY = "none"
+
+
+def quantize(settings: Settings, model: str, out: Path, calibration: str | None, tokens: int, as_json: bool) -> int:
+    """Write the checkpoint `out`; 0 when it is whole. `calibration`: a file, a directory, "none", or the built-in."""
+    if out.exists():
+        raise UsageError(f"{out} exists already. Choose another OUT, or delete it.")
+    if tokens < 1:
+        raise UsageError(f"--calibration-tokens is {tokens}; it must be at least 1.")
+    started = time.monotonic()
+    files = find_model(replace(settings, model=model))
+    checkpoint = open_checkpoint(files.path)
+    pattern, _ = choose_pattern(files, settings)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if calibration == _ROUND_ONLY:
+        sample: list[torch.Tensor] = []
+        about: dict[str, Any] = {"method": "none: nearest rounding"}
+    else:
+        texts, name = sample_texts(None if calibration is None else Path(calibration).expanduser())
+        sample, counted = sample_windows(Tokenizer(files.path), texts, tokens, checkpoint.config.vocab_size)
+        about = {"method": "scales by measured error, GPTQ rounding", "text": name, **counted}
+    described = formats.metadata(files.name, _revision(files), about, None if pattern is None else pattern.hash())
+
+    def finish(folder: Path) -> None:
+        _save_tokenizer(files.path, folder)
+        if pattern is not None:
+            pattern.save(folder / PATTERN_FOLDER)
+
+    status = StatusLine(sys.stderr)
+    try:
+        quantize_checkpoint(
+            checkpoint,
+            out,
+            sample,
+            described,
+            device,
+            lambda stage, done: status.show(f"{stage} {done:.0%}"),
+            finish,
+        )
+    finally:
+        status.clear()
+    size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    result = {
+        "out": str(out),
+        "bytes": size,
+        "seconds": round(time.monotonic() - started, 1),
+        "peak_memory_bytes": peak_bytes(torch.device("cpu")),
+        **described,
+    }
+    if as_json:
+        print(json.dumps(result))
+    else:
+        print(f"{out}: {size / 2**20:,.0f} MiB in {result['seconds']:,} s. Use it with --model {out}")
+    return 0
+
+
+def _revision(files: ModelFiles) -> str:
+    """The hub's commit, or a fingerprint of the files: names, sizes and first MiB of each."""
+    if files.hub_id is not None and files.path.parent.name == "snapshots":
+        return files.path.name
+    digest = hashlib.sha256()
+    whole = [files.path] if files.path.is_file() else sorted(path for path in files.path.iterdir() if path.is_file())
+    for file in whole:
+        digest.update(f"{file.name} {file.stat().st_size} ".encode())
+        with file.open("rb") as opened:
+            digest.update(opened.read(1 << 20))
+    return f"fingerprint-{digest.hexdigest()[:32]}"
+
+
+def _save_tokenizer(source: Path, folder: Path) -> None:
+    """The tokenizer's files beside the weights."""
+    if source.is_file():
+        spec_from_gguf(source).save(folder)
+        return
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)

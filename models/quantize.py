@@ -1,0 +1,298 @@
+"""A checkpoint in W8A8, layer by layer: norms and rotations folded in, scales and rounding chosen on a sample of text.
+
+The result is a directory of safetensors with int8 weights (quant/formats.py), one file a layer. It grows in a working
+directory beside it, which a run that was stopped continues, and is renamed when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from models.build import Parts, make_layer
+from models.cache.duo import DuoCache
+from models.cache.pool import BlockPool
+from models.cache.shape import BLOCK, CacheShape
+from models.checkpoint import Checkpoint, open_checkpoint
+from models.decoder import Decoder, Layer
+from models.errors import UnsupportedModel
+from models.turn import rotate_values, scale_gated, scale_values, turn_gated, turn_residual
+from quant import kv4
+from quant.calibrate import as_quantized, balance, gram, product_error, round_weight
+from quant.formats import OWN, QuantizedWeight
+from quant.w8a8 import DenseLinear, Rows, W8A8Linear, quantize_weight
+
+_SAMPLE_ROWS = 2048  # tokens on which a scale's error is measured
+_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_JOB = "job.json"
+
+Progress = Callable[[str, float], None]
+
+
+def quantize_checkpoint(
+    checkpoint: Checkpoint,
+    out: Path,
+    sample: Sequence[Tensor],
+    described: Mapping[str, Any],
+    device: torch.device,
+    progress: Progress = lambda stage, done: None,
+    finish: Callable[[Path], None] = lambda folder: None,
+) -> None:
+    """Writes `out`, a directory that must not exist yet; one layer at a time is in memory.
+
+    sample: token ids, a tensor a text; without any, weights are rounded to the nearest. described: what the config
+    says of the source (formats.metadata). `finish` adds files to the directory before it is renamed.
+    """
+    if checkpoint.int8_format is not None:
+        raise UnsupportedModel("weights", checkpoint.int8_format.title, "a checkpoint that is not quantised yet")
+    config = checkpoint.config
+    work = _work_folder(out, dict(described))
+    names = [f"model-{i + 1:05}-of-{config.num_layers + 2:05}.safetensors" for i in range(config.num_layers + 2)]
+    _write(work / names[0], lambda: {"model.embed_tokens.weight": _narrow(checkpoint.load_float(_EMBEDDING))})
+    calibration = _Calibration(checkpoint, sample, device) if sample else None
+    for index in range(config.num_layers):
+        file, prefix = work / names[index + 1], f"model.layers.{index}."
+        if file.exists() and calibration is not None:
+            calibration.advance(_read_layer(file, prefix, device))
+        elif not file.exists():
+            parts = _float_layer(checkpoint, prefix, device)
+            quantised = calibration.quantize(parts) if calibration else _nearest(parts)
+            _write(file, lambda q=quantised, p=prefix: _stored(q, p))  # type: ignore[misc]
+        progress("Quantising", (index + 1) / (config.num_layers + 1))
+    top = ["model.norm.weight"] + ([] if config.tied_embeddings else ["lm_head.weight"])
+    _write(work / names[-1], lambda: {name: _narrow(checkpoint.load_float(name)) for name in top})
+    _write_index(work, names)
+    section = {**config.to_hf(), "quantization_config": dict(described)}
+    (work / "config.json").write_text(json.dumps(section, indent=2) + "\n")
+    finish(work)
+    (work / _JOB).unlink()
+    open_checkpoint(work)  # complete, or it raises
+    work.rename(out)
+    progress("Quantising", 1.0)
+
+
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+def _work_folder(out: Path, job: dict[str, Any]) -> Path:
+    """The directory to write into, emptied unless it was begun for the same job."""
+    work = out.with_name(out.name + ".partial")
+    text = json.dumps(job, sort_keys=True)
+    if not ((work / _JOB).is_file() and (work / _JOB).read_text() == text):
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        (work / _JOB).write_text(text)
+    return work
+
+
+def _write(file: Path, tensors: Callable[[], dict[str, Tensor]]) -> None:
+    """Whole or not at all; a file that is there already stays."""
+    if file.exists():
+        return
+    temporary = file.with_suffix(".tmp")
+    save_file(tensors(), temporary, metadata={"format": "pt"})
+    with temporary.open("rb") as written:
+        os.fsync(written.fileno())
+    temporary.chmod(0o644)  # safetensors makes it private
+    temporary.replace(file)
+
+
+def _write_index(work: Path, names: Sequence[str]) -> None:
+    from safetensors import safe_open
+
+    where: dict[str, str] = {}
+    total = 0
+    for name in names:
+        with safe_open(work / name, framework="pt") as shard:
+            where |= dict.fromkeys(shard.keys(), name)
+        total += (work / name).stat().st_size
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (work / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _narrow(tensor: Tensor) -> Tensor:
+    """What stays unquantised, in 16 bits; fp16 holds what is dequantised from narrower types better than bf16."""
+    if tensor.dtype != torch.float32:
+        return tensor.clone()
+    return tensor.to(torch.float16 if tensor.abs().max() < 60000 else torch.bfloat16)
+
+
+def _float_layer(checkpoint: Checkpoint, prefix: str, device: torch.device) -> dict[str, Tensor]:
+    """A layer's tensors by their names behind `prefix`, norms and rotations folded in."""
+    names = [name for name in checkpoint.names() if name.startswith(prefix)]
+    parts = {name.removeprefix(prefix): checkpoint.load_float(name).to(device) for name in names}
+    rotate_values(checkpoint.config, parts)
+    turn_residual(checkpoint.config, parts)
+    return parts
+
+
+def _nearest(parts: dict[str, Tensor]) -> Parts:
+    done: Parts = {}
+    for name in list(parts):
+        tensor = parts.pop(name)
+        done[name] = QuantizedWeight(*quantize_weight(tensor)) if _is_linear(name) else tensor
+    return done
+
+
+def _is_linear(name: str) -> bool:
+    return name.endswith(".weight") and name.split(".")[-2] in _LINEARS
+
+
+def _stored(parts: Parts, prefix: str) -> dict[str, Tensor]:
+    stored: dict[str, Tensor] = {}
+    for name, part in parts.items():
+        if isinstance(part, QuantizedWeight):
+            stored[prefix + name] = part.codes.cpu().contiguous()
+            stored[prefix + name.removesuffix(".weight") + OWN.scale] = part.scale.cpu().contiguous()
+        else:
+            stored[prefix + name] = part.float().cpu().contiguous()
+    return stored
+
+
+def _read_layer(file: Path, prefix: str, device: torch.device) -> Parts:
+    from safetensors.torch import load_file
+
+    tensors = load_file(file, device=str(device))
+    parts: Parts = {}
+    for name, tensor in tensors.items():
+        if name.endswith(OWN.scale):
+            continue
+        scale = tensors.get(name.removesuffix(".weight") + OWN.scale)
+        parts[name.removeprefix(prefix)] = tensor if scale is None else QuantizedWeight(tensor, scale)
+    return parts
+
+
+class _Watched(DenseLinear):
+    """A linear layer in fp32 that keeps what it reads."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__(weight.float(), bias)
+        self.rows: list[Tensor] = []
+
+    def _keep(self, rows: Rows) -> Rows:
+        self.rows.append(rows.values.float())
+        return rows
+
+    def prepare(self, x: Tensor) -> Rows:
+        return self._keep(super().prepare(x))
+
+    def prepare_normed(self, x: Tensor, weight: Tensor | None, eps: float) -> Rows:
+        return self._keep(super().prepare_normed(x, weight, eps))
+
+    def prepare_gated(self, product: Tensor, scale: Tensor | None, turn: Tensor | None) -> Rows:
+        return self._keep(super().prepare_gated(product, scale, turn))
+
+    def seen(self) -> Tensor:
+        """All rows [n, in], which are then forgotten."""
+        rows = torch.cat(self.rows)
+        self.rows = []
+        return rows
+
+
+class _Calibration:
+    """Hidden states of the sample on their way through the layers that are quantised already."""
+
+    def __init__(self, checkpoint: Checkpoint, sample: Sequence[Tensor], device: torch.device) -> None:
+        self._config = replace(checkpoint.config, num_layers=1)
+        self._device = device
+        self._mask = np.ones(checkpoint.config.num_kv_heads, dtype=bool)
+        kv = "fp32" if device.type == "cpu" else "bf16"
+        self._shape = CacheShape.for_model(self._config, self._mask[None], kv, 1, 1, device)
+        embedding = checkpoint.load_float(_EMBEDDING)
+        self._states = [embedding[ids].to(device).float() for ids in sample]
+        self._turn = kv4.rotation(self._config.hidden_size).to(device)
+
+    def quantize(self, parts: dict[str, Tensor]) -> Parts:
+        """The layer in int8, its scales and rounding chosen; the sample then moves through it."""
+        config, layer = self._config, make_layer(self._config, dict(parts), self._mask, _watch)
+        self._run(layer)
+        attention, output, mlp, down = (
+            linear.seen()
+            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
+            if isinstance(linear, _Watched)
+        )
+        del layer
+        factor = self._choose(parts["self_attn.o_proj.weight"], output, config.num_kv_heads)
+        if factor is not None:
+            scale_values(config, parts, factor)
+            output = output * factor.repeat_interleave(output.shape[1] // len(factor))
+        factor = self._choose_gated(parts["mlp.down_proj.weight"], down)
+        if factor is not None:
+            scale_gated(config, parts, factor)
+            down = turn_gated(turn_gated(down, config.intermediate_size, back=True) * factor, config.intermediate_size)
+        done: Parts = {}
+        for names, rows in (
+            (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), attention),
+            (("self_attn.o_proj",), output),
+            (("mlp.gate_proj", "mlp.up_proj"), mlp),
+            (("mlp.down_proj",), down),
+        ):
+            done |= dict(_rounded({name: parts.pop(f"{name}.weight") for name in names}, gram(as_quantized(rows))))
+        done |= parts
+        self.advance(done)
+        return done
+
+    def _choose(self, weight: Tensor, rows: Tensor, groups: int) -> Tensor | None:
+        """Factors for the groups of rows' channels if they lower the measured error, else None."""
+        rows = rows[:: max(1, len(rows) // _SAMPLE_ROWS)]
+        full = balance(weight, rows, groups)
+        errors: dict[float, float] = {}
+        for power in (0.0, 0.5, 1.0):
+            columns = full.pow(power).repeat_interleave(rows.shape[1] // groups)
+            errors[power] = product_error(weight / columns, rows * columns)
+        best = min(errors, key=lambda power: errors[power])
+        return full.pow(best) if best else None
+
+    def _choose_gated(self, weight: Tensor, rows: Tensor) -> Tensor | None:
+        """As `_choose`, for every channel in front of `down`, whose weight and rows are turned."""
+        size = self._config.intermediate_size
+        rows = turn_gated(rows[:: max(1, len(rows) // _SAMPLE_ROWS)], size, back=True)
+        plain = turn_gated(weight, size, back=True)
+        full = balance(plain, rows, size)
+        errors: dict[float, float] = {}
+        for power in (0.0, 0.5, 1.0):
+            factor = full.pow(power)
+            errors[power] = product_error(turn_gated(plain / factor, size), turn_gated(rows * factor, size))
+        best = min(errors, key=lambda power: errors[power])
+        return full.pow(best) if best else None
+
+    def advance(self, parts: Parts) -> None:
+        """Moves the sample through a quantised layer."""
+        self._states = self._run(make_layer(self._config, dict(parts), self._mask, W8A8Linear.from_float))
+
+    def _run(self, layer: Layer) -> list[Tensor]:
+        """A decoder of this one layer whose embedding is the sample's hidden states, taken in order."""
+        done = []
+        for states in self._states:
+            decoder = Decoder(
+                self._config, states, [layer], torch.ones(states.shape[1]), DenseLinear(states), self._turn
+            )
+            blocks = -(-len(states) // BLOCK)
+            cache = DuoCache(BlockPool(self._shape, blocks, self._device))
+            done.append(kv4.rotate(decoder.forward(torch.arange(len(states)), cache), back=True))
+        return done
+
+
+def _watch(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> _Watched:
+    assert isinstance(weight, Tensor)
+    return _Watched(weight, bias)
+
+
+def _rounded(weights: dict[str, Tensor], gram: Tensor) -> Iterator[tuple[str, QuantizedWeight]]:
+    """Weights with one input, rounded together."""
+    joined = round_weight(torch.cat(list(weights.values())), gram)
+    start = 0
+    for name, weight in weights.items():
+        end = start + len(weight)
+        yield f"{name}.weight", QuantizedWeight(joined.codes[start:end], joined.scale[start:end])
+        start = end

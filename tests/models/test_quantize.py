@@ -1,0 +1,209 @@
+"""The quantised checkpoint: folding changes nothing, loading needs nothing more, a stopped run continues."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from models.build import load_decoder, make_layer
+from models.cache.duo import DuoCache
+from models.cache.pool import BlockPool
+from models.cache.shape import BLOCK, CacheShape
+from models.checkpoint import open_checkpoint
+from models.config import ModelConfig
+from models.errors import UnsupportedModel
+from models.quantize import quantize_checkpoint
+from models.turn import rotate_values, scale_gated, scale_values, turn_residual
+from quant import formats
+from quant.calibrate import as_quantized, gram, product_error, round_weight
+from quant.formats import QuantizedWeight
+from quant.w8a8 import quantize_weight
+from tests.models.tiny import HF, SIZES, parameters, tiny_model
+
+CPU = torch.device("cpu")
+DESCRIBED = formats.metadata("tiny", "r1", {"method": "test"}, None)
+
+
+@pytest.fixture(params=["llama", "llama-tied", "mistral", "qwen2", "qwen3"])
+def folder(request, tmp_path):
+    return _folder(tmp_path / request.param, request.param)
+
+
+def _folder(path, name):
+    model = tiny_model(name)
+    for key, parameter in model.named_parameters():
+        scale = 0.3 if "norm" in key else parameter.shape[-1] ** -0.5
+        parameter.data.mul_(scale)
+        if "norm" in key:
+            parameter.data.add_(1)
+    path.mkdir()
+    save_file(
+        {key: value.to(torch.bfloat16).contiguous() for key, value in parameters(model).items()},
+        path / "model.safetensors",
+    )
+    HF[name].save_pretrained(path)
+    return path
+
+
+def _sample(n=3, length=150):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, SIZES["vocab_size"], (length,), generator=generator) for _ in range(n)]
+
+
+def _hidden(path, ids, weights="w8a8", mask=None, kv="fp32"):
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config
+    mask = np.ones((config.num_layers, config.num_kv_heads), bool) if mask is None else mask
+    shape = CacheShape.for_model(config, mask, kv, 16, 64, CPU)
+    decoder = load_decoder(checkpoint, mask, weights, shape, CPU)
+    return decoder.logits(decoder.forward(ids, DuoCache(BlockPool(shape, -(-len(ids) // BLOCK), CPU))))
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_it_loads_and_is_close_to_the_float_model(folder, tmp_path, calibrated):
+    sample = _sample() if calibrated else []
+    quantize_checkpoint(open_checkpoint(folder), tmp_path / "out", sample, DESCRIBED, CPU)
+    ids = _sample(4)[3]
+    exact, ours = _hidden(folder, ids, "fp32"), _hidden(tmp_path / "out", ids)
+    assert (ours - exact).norm() < 0.05 * exact.norm()
+    assert open_checkpoint(tmp_path / "out").config == open_checkpoint(folder).config
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_rounding_to_the_nearest_is_what_loading_a_float_checkpoint_does(folder, tmp_path):
+    quantize_checkpoint(open_checkpoint(folder), tmp_path / "out", [], DESCRIBED, CPU)
+    ids = _sample()[0]
+    mask = np.array([[True, False], [False, True]])
+    for kv in ("fp32", "kv4"):
+        first, again = (_hidden(path, ids, mask=mask, kv=kv) for path in (folder, tmp_path / "out"))
+        assert (first - again).norm() < 0.01 * first.norm()
+
+
+def test_a_run_that_was_stopped_continues_and_gives_the_same_files(tmp_path):
+    source = open_checkpoint(_folder(tmp_path / "in", "qwen3"))
+
+    class Stopped(Exception):
+        pass
+
+    def stop(stage, done):
+        raise Stopped
+
+    for _ in range(2):
+        with pytest.raises(Stopped):
+            quantize_checkpoint(source, tmp_path / "out", _sample(), DESCRIBED, CPU, stop)
+        assert not (tmp_path / "out").exists()
+        made = sorted(file.name for file in (tmp_path / "out.partial").glob("*.safetensors"))
+    assert len(made) >= 2
+    before = {name: (tmp_path / "out.partial" / name).stat().st_mtime_ns for name in made}
+    quantize_checkpoint(source, tmp_path / "out", _sample(), DESCRIBED, CPU)
+    assert before == {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in made}
+    quantize_checkpoint(source, tmp_path / "whole", _sample(), DESCRIBED, CPU)
+    for file in (tmp_path / "whole").glob("*.safetensors"):
+        want, got = load_file(file), load_file(tmp_path / "out" / file.name)
+        assert want.keys() == got.keys()
+        assert all(torch.equal(want[name], got[name]) for name in want)
+
+
+def test_a_working_directory_of_another_job_is_begun_anew(tmp_path):
+    source = open_checkpoint(_folder(tmp_path / "in", "llama"))
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "model-00002-of-00004.safetensors").write_bytes(b"damaged")
+    quantize_checkpoint(source, tmp_path / "out", [], DESCRIBED, CPU)
+    assert open_checkpoint(tmp_path / "out").int8_format is formats.OWN
+
+
+def test_metadata_is_kept_and_a_newer_version_refused(tmp_path):
+    source = open_checkpoint(_folder(tmp_path / "in", "llama"))
+    quantize_checkpoint(source, tmp_path / "out", [], formats.metadata("a/b", "abc", {"tokens": 5}, "hash"), CPU)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    section = config["quantization_config"]
+    assert (section["source"], section["source_revision"], section["head_pattern_sha256"]) == ("a/b", "abc", "hash")
+    section["version"] = 2
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=r"version = 2"):
+        open_checkpoint(tmp_path / "out")
+
+
+def test_what_is_quantised_is_not_quantised_again(tmp_path):
+    quantize_checkpoint(open_checkpoint(_folder(tmp_path / "in", "llama")), tmp_path / "out", [], DESCRIBED, CPU)
+    with pytest.raises(UnsupportedModel, match="not quantised yet"):
+        quantize_checkpoint(open_checkpoint(tmp_path / "out"), tmp_path / "again", [], DESCRIBED, CPU)
+    with pytest.raises(UnsupportedModel, match="8-bit weights"):
+        _hidden(tmp_path / "out", _sample()[0], "bf16")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_scales_and_turns_cancel(tmp_path, name):
+    checkpoint = open_checkpoint(_folder(tmp_path / "in", name))
+    config = replace(checkpoint.config, num_layers=1)
+    prefix = "model.layers.0."
+    parts = {n.removeprefix(prefix): checkpoint.load_float(n) for n in checkpoint.names() if n.startswith(prefix)}
+    rotate_values(config, parts)
+    turn_residual(config, parts)
+    scaled = dict(parts)
+    scale_values(config, scaled, torch.rand(config.num_kv_heads) + 0.5)
+    scale_gated(config, scaled, torch.rand(config.intermediate_size) + 0.5)
+    from models.quantize import _Calibration, _watch
+
+    run = _Calibration(checkpoint, _sample(1), CPU)
+    mask = np.ones(config.num_kv_heads, bool)
+    want, got = (run._run(make_layer(config, dict(p), mask, _watch))[0] for p in (parts, scaled))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_rounding_by_error_beats_the_nearest_on_what_it_was_shown_and_on_more():
+    mixing = torch.randn(96, 96) * torch.logspace(0, -2, 96)[:, None]
+    shown, more = (torch.randn(4000, 96) @ mixing for _ in range(2))
+    weight = torch.randn(50, 96)
+    ours, nearest = round_weight(weight, gram(as_quantized(shown))), QuantizedWeight(*quantize_weight(weight))
+    assert torch.equal(ours.scale, nearest.scale)
+
+    def error(rounded, x):
+        return (x @ (rounded.dequantize() - weight).T).norm()
+
+    for x in (shown, more):
+        assert error(ours, x) < 0.5 * error(nearest, x)
+
+
+def test_silent_and_singular_samples_still_give_weights():
+    weight = torch.randn(8, 16)
+    nearest = QuantizedWeight(*quantize_weight(weight))
+    assert torch.equal(round_weight(weight, torch.zeros(16, 16)).codes, nearest.codes)
+    one = torch.randn(1, 16)
+    ours = round_weight(weight, gram(one))
+    assert ((ours.dequantize() - weight) @ one.T).norm() < 0.3 * ((nearest.dequantize() - weight) @ one.T).norm()
+
+
+def test_product_error_of_an_outlier_falls_with_its_scale():
+    x, weight = torch.randn(200, 64), torch.randn(32, 64)
+    x[:, 7] *= 50
+    factor = torch.ones(64)
+    factor[7] = 0.1
+    assert product_error(weight / factor, x * factor) < 0.5 * product_error(weight, x)
+
+
+@pytest.mark.parametrize("name", HF)
+def test_a_config_is_read_back_as_it_was(name):
+    config = ModelConfig.from_hf(HF[name].to_dict())
+    assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        | {"original_max_position_embeddings": 8192},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192, "truncate": False},
+        {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7},
+    ],
+)
+def test_every_rope_is_read_back_as_it_was(scaling):
+    data = HF["llama"].to_dict() | {"rope_scaling": scaling, "rope_theta": 5e5, "max_position_embeddings": 8192}
+    data.pop("rope_parameters", None)
+    config = ModelConfig.from_hf(data)
+    assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
