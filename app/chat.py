@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
+import time
 import weakref
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 from app.documents import Document
@@ -34,6 +37,14 @@ class Selection:
         return document.sha256, document.kind, len(document.text), self.first_page, self.last_page
 
     @property
+    def label(self) -> str:
+        """Names the document among saved things: equal for equal content under an equal name."""
+        document = self.document
+        if not document.pages:  # its text is gone from the library, which left its label in place of its hash
+            return document.sha256
+        return hashlib.sha256(f"{document.sha256} {document.kind} {document.name}".encode()).hexdigest()[:32]
+
+    @property
     def text(self) -> str:
         """The selected text; raises UsageError for pages that the document does not have."""
         return self.document.slice(self.first_page, self.last_page)
@@ -48,40 +59,106 @@ class Selection:
 
 @dataclass(frozen=True)
 class Turn:
-    """One question with what was read for it, and its answer. `prompt_ids` are the ids that this turn added."""
+    """One question with what was read for it, and its answer. `prompt_ids` are the ids that this turn added.
+
+    `parent` is the turn it follows, None for the first. One that is not `answered` (it runs, failed, or was stopped
+    before a word) is shown, but the model never sees it. `at` is in seconds since 1970.
+    """
 
     question: str
     sources: tuple[Selection, ...]
     prompt_ids: tuple[int, ...]
     answer_ids: tuple[int, ...]
     answer: str
-    finish_reason: FinishReason
+    finish_reason: FinishReason | Literal["running", "failed", "interrupted"]
+    answered: bool = True
+    error: str = ""
+    parent: str | None = None
+    id: str = field(default_factory=lambda: uuid4().hex[:16])
+    at: float = field(default_factory=time.time)
 
 
 @dataclass(eq=False)
 class Chat:
-    """One person's conversation; whoever made it owns it. It only grows: what was read stays read."""
+    """One person's conversation; whoever made it owns it.
+
+    A tree: going back and asking otherwise begins a branch, and nothing is lost. `head` is the turn that the next one
+    follows, and the path to it is what people see.
+    """
 
     system: str | None = None
     id: str = field(default_factory=lambda: uuid4().hex)
-    turns: list[Turn] = field(default_factory=list)
+    title: str = ""
+    created: float = field(default_factory=time.time)
+    ids_of: str = ""  # whose token ids its turns hold, see ChatService
+    head: str | None = None
+    tree: dict[str, Turn] = field(default_factory=dict)
     asking: threading.Lock = field(default_factory=threading.Lock, repr=False)  # held while a question is prepared
     _running: weakref.ref[Generation] | None = field(default=None, repr=False)
     _finished: threading.Event | None = field(default=None, repr=False)
 
+    def path(self, end: str | None) -> list[Turn]:
+        """Every turn from the first to the one with the id `end`."""
+        turns = []
+        while end is not None:
+            turns.append(self.tree[end])
+            end = turns[-1].parent
+        return turns[::-1]
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The turns that the next question follows: what the model has read and written."""
+        return [turn for turn in self.path(self.head) if turn.answered]
+
     @property
     def token_count(self) -> int:
         """Tokens of the conversation so far."""
-        return sum(len(turn.prompt_ids) + len(turn.answer_ids) for turn in tuple(self.turns))
+        return sum(len(turn.prompt_ids) + len(turn.answer_ids) for turn in self.turns)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The conversation so far, as the model read and wrote it."""
-        return tuple(chain.from_iterable(turn.prompt_ids + turn.answer_ids for turn in tuple(self.turns)))
+        return ids_of(self.turns)
 
     def has(self, source: Selection) -> bool:
         """Whether these pages were read in an earlier turn."""
-        return any(source.key == seen.key for turn in tuple(self.turns) for seen in turn.sources)
+        return any(source.key == seen.key for turn in self.turns for seen in turn.sources)
+
+    def add(self, turn: Turn) -> Turn:
+        """Put a turn behind the head and make it the head."""
+        turn = replace(turn, parent=self.head)
+        self.tree[turn.id] = turn
+        self.head = turn.id
+        return turn
+
+    def begin(self, question: str, sources: Sequence[Selection] = ()) -> Turn:
+        """Add a turn whose answer is to come."""
+        return self.add(Turn(question, tuple(sources), (), (), "", "running", answered=False))
+
+    def update(self, turn_id: str, **changes: Any) -> Turn:
+        """Change what a turn says; gives the new one."""
+        turn = self.tree[turn_id] = replace(self.tree[turn_id], **changes)
+        return turn
+
+    def siblings(self, turn_id: str) -> list[Turn]:
+        """A turn and its alternatives, the oldest first."""
+        parent = self.tree[turn_id].parent
+        return [turn for turn in self.tree.values() if turn.parent == parent]
+
+    def show(self, turn_id: str) -> None:
+        """Make the newest end of the branch with this turn the head."""
+        while True:
+            below = [turn.id for turn in self.tree.values() if turn.parent == turn_id]
+            if not below:
+                self.head = turn_id
+                return
+            turn_id = below[-1]
+
+    def fork(self, turn_id: str) -> Chat:
+        """A chat of its own that goes on from this turn."""
+        twin = Chat(self.system, title=self.title, ids_of=self.ids_of, head=turn_id)
+        twin.tree = {turn.id: turn for turn in self.path(turn_id)}
+        return twin
 
     def follow(self, generation: Generation) -> None:
         """Remember the answer that runs; it is not kept alive, since dropping it is how it is cancelled."""
@@ -96,3 +173,8 @@ class Chat:
             raise UsageError("This chat is still answering. Stop that answer first, or wait for its end.")
         del running
         self._finished.wait()
+
+
+def ids_of(turns: Sequence[Turn]) -> tuple[int, ...]:
+    """The token ids of turns, one after another."""
+    return tuple(chain.from_iterable(turn.prompt_ids + turn.answer_ids for turn in turns))

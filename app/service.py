@@ -12,16 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from app.chat import Chat, Selection, Turn
+from app.chat import Chat, Selection, Turn, ids_of
 from app.config import Settings
 from app.conversation import AnswerMemory, Message, exchanges
 from app.documents import Document, read_document
 from app.engine.detokenize import Detokenizer
 from app.engine.engine import Engine, Generation
 from app.engine.sampler import check_sampling
+from app.engine.snapshots import SnapshotStore
 from app.engine.stats import CostModel, Totals
-from app.engine.types import Done, GenerationRequest, SamplingParams
+from app.engine.types import Done, GenerationRequest, Mark, SamplingParams
 from app.errors import ContextTooLong, NotReady, UsageError
+from app.library import Library
 from app.model import LoadProgress, OpenModel, open_model
 from app.prompt import Encoded, PromptBuilder
 
@@ -40,7 +42,8 @@ class PlanView:
     """What the next question would take, before anything runs.
 
     Tokens of the whole prompt, of what is new in it, and of the context (None: it has no end); bytes for weights and
-    this context; seconds until the first word, None while unknown. `message` says it to a person.
+    this context; seconds until the first word, None while unknown. `message` says it to a person; `stored_tokens` of
+    the prompt were read before and come from memory or disk.
     """
 
     fits: bool
@@ -50,6 +53,7 @@ class PlanView:
     bytes: int
     seconds_estimate: float | None
     message: str
+    stored_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class ChatService:
         self._lock = threading.Lock()
         self._tokens: OrderedDict[tuple[Any, ...], tuple[int, ...]] = OrderedDict()
         self._answers = AnswerMemory()
+        self.library = Library(settings.cache_dir / "library")
 
     @property
     def ready(self) -> bool:
@@ -101,6 +106,8 @@ class ChatService:
         try:
             model = self._opener(self.settings, report)
             loaded = _Loaded(model)
+            if (snapshots := loaded.snapshots) is not None:
+                snapshots.pinned = self.library.pinned
             report("Warming up", 0.95)
             try:
                 loaded.warm_up()
@@ -143,22 +150,29 @@ class ChatService:
         """An empty conversation, apart from every other."""
         return Chat(system)
 
+    def fork(self, chat: Chat, turn_id: str) -> Chat:
+        """A chat of its own that goes on from an answer; both share what was read up to there."""
+        return chat.fork(turn_id)
+
     def plan(self, chat: Chat, documents: Sequence[Document | Selection] | None = None, question: str = "") -> PlanView:
         """Whether the next question fits, and how long reading for it takes. Nothing runs on the device."""
         loaded = self._need()
+        self._revive(loaded, chat, chat.turns)
         known = chat.token_count
-        new = len(self._new_ids(loaded, chat, _new_sources(chat, documents), question))
+        new_ids = self._new_ids(loaded, chat.turns, chat.system, _new_sources(chat.turns, documents), question)
+        new = len(new_ids)
         need, capacity = known + new, loaded.engine.runner.capacity
         fits = capacity is None or need < capacity
-        seconds = loaded.engine.cost.seconds(known, need)
+        _, stored = loaded.engine.runner.known(chat.token_ids + tuple(new_ids))
+        seconds = loaded.engine.cost.seconds(max(known, stored), need)
         time = "" if seconds is None else f", about {_duration(seconds)}"
         if capacity is None:
             message = f"{new:,} tokens to read{time}; the last {loaded.recent:,} are remembered."
         elif fits:
             message = f"{new:,} tokens to read{time}; {need:,} of {capacity:,} tokens of the context are used then."
         else:
-            message = str(_too_long(need, capacity, chat))
-        return PlanView(fits, need, new, capacity, loaded.model.bytes_for(need), seconds, message)
+            message = str(_too_long(need, capacity, chat.turns))
+        return PlanView(fits, need, new, capacity, loaded.model.bytes_for(need), seconds, message, stored)
 
     def ask(
         self,
@@ -166,32 +180,64 @@ class ChatService:
         question: str,
         documents: Sequence[Document | Selection] | None = None,
         sampling: SamplingParams | None = None,
+        turn: Turn | None = None,
     ) -> Generation:
         """Ask a question; the answer comes as events.
 
-        `documents` are read ahead of the question; those that this chat has read already are not read again. The turn
-        joins the chat when it ends with an answer, complete or cut short. Raises NotReady, UsageError, ContextTooLong.
-        While an earlier answer of the same chat is being cancelled this waits for its last step.
+        `documents` are read ahead of the question; those that this chat has read already are not read again. The
+        answer belongs to `turn`, which the chat has begun already, or to a new one at its head, and counts when it ends
+        with words, complete or cut short. Raises NotReady, UsageError, ContextTooLong. While an earlier answer of the
+        same chat is being cancelled this waits for its last step.
         """
         loaded = self._need()
         sampling = sampling or SamplingParams()
         check_request(question, sampling)
         with chat.asking:
             chat.settle()
-            sources = _new_sources(chat, documents)
-            new_ids = tuple(self._new_ids(loaded, chat, sources, question))
-            prompt = chat.token_ids + new_ids
+            before = [t for t in chat.path(turn.parent if turn is not None else chat.head) if t.answered]
+            self._revive(loaded, chat, before)
+            before = [chat.tree[t.id] for t in before]
+            sources = _new_sources(before, documents)
+            new_ids = tuple(self._new_ids(loaded, before, chat.system, sources, question))
+            prompt = ids_of(before) + new_ids
             capacity = loaded.engine.runner.capacity
             if capacity is not None and len(prompt) >= capacity:
-                raise _too_long(len(prompt), capacity, chat)
-            request = GenerationRequest(prompt, sampling, loaded.stop_ids, chat.id)
+                raise _too_long(len(prompt), capacity, before)
+            turn_id = (turn or chat.begin(question)).id
+            chat.update(turn_id, sources=sources, prompt_ids=new_ids)
+            marks = self._marks(loaded, prompt, len(prompt) - len(new_ids), sources)
+            request = GenerationRequest(prompt, sampling, loaded.stop_ids, chat.id, marks)
 
             def keep(done: Done) -> None:
-                if done.token_ids:
-                    ids = tuple(loaded.prompts.answer_ids(done.token_ids, loaded.stop_ids))
-                    chat.turns.append(Turn(question, sources, new_ids, ids, done.text, done.finish_reason))
+                ids = tuple(loaded.prompts.answer_ids(done.token_ids, loaded.stop_ids))
+                said = {"answer_ids": ids, "answer": done.text, "finish_reason": done.finish_reason}
+                chat.update(turn_id, answered=bool(done.token_ids), **said)
 
             generation = loaded.engine.submit(request, keep)
+            chat.follow(generation)
+        return generation
+
+    def resume(self, chat: Chat, turn_id: str, sampling: SamplingParams | None = None) -> Generation:
+        """Go on with an answer that was stopped or cut, from its last token; the events tell the new text only.
+
+        Raises as `ask`, and UsageError for an answer that ended by itself.
+        """
+        loaded = self._need()
+        sampling = sampling or SamplingParams()
+        with chat.asking:
+            chat.settle()
+            turns = [t for t in chat.path(turn_id) if t.answered]
+            if not turns or turns[-1].id != turn_id or turns[-1].finish_reason not in ("cancelled", "length", "loop"):
+                raise UsageError("Only an answer that was stopped or cut can be continued.")
+            self._revive(loaded, chat, turns)
+            prompt = ids_of([chat.tree[t.id] for t in turns])
+            turn = chat.tree[turn_id]
+
+            def keep(done: Done) -> None:
+                ids = turn.answer_ids + tuple(loaded.prompts.answer_ids(done.token_ids, loaded.stop_ids))
+                chat.update(turn_id, answer_ids=ids, answer=loaded.text(ids), finish_reason=done.finish_reason)
+
+            generation = self._submit(loaded, prompt, sampling, chat.id, keep)
             chat.follow(generation)
         return generation
 
@@ -219,7 +265,8 @@ class ChatService:
             if done.token_ids and not sampling.stop:  # what ends before a stop text has ids behind its text
                 self._answers.keep(ids, done.text, tuple(loaded.prompts.answer_ids(done.token_ids, loaded.stop_ids)))
 
-        return self._submit(loaded, tuple(ids), sampling, "api " + bucket, keep)
+        marks = self._marks(loaded, ids, 0, [source for turn in turns for source in turn.sources])
+        return self._submit(loaded, tuple(ids), sampling, "api " + bucket, keep, marks)
 
     def complete(
         self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, bucket: str = ""
@@ -267,6 +314,22 @@ class ChatService:
             "settings": runner.describe(),
         }
 
+    def saved_bytes(self, label: str | None = None) -> int:
+        """Bytes on disk of what was read of a document, or of everything; 0 where nothing is saved."""
+        snapshots = self._loaded.snapshots if self._loaded is not None else None
+        return snapshots.bytes_of(label) if snapshots is not None else 0
+
+    @property
+    def saved_quota(self) -> int:
+        """Bytes that what was read may take on disk; 0 where nothing is saved."""
+        snapshots = self._loaded.snapshots if self._loaded is not None else None
+        return snapshots.quota if snapshots is not None else 0
+
+    def forget(self, label: str) -> None:
+        """Delete what was read of a document from the disk."""
+        if self._loaded is not None and (snapshots := self._loaded.snapshots) is not None:
+            snapshots.drop(lambda snapshot: label in snapshot.labels)
+
     def memory_begins(self, chat: Chat, length: int = 0) -> MemoryBegins | None:
         """Where the memory of an endless chat begins; None while nothing is forgotten.
 
@@ -296,6 +359,7 @@ class ChatService:
         sampling: SamplingParams,
         chat_id: str,
         keep: Callable[[Done], None] | None = None,
+        marks: tuple[Mark, ...] = (),
     ) -> Generation:
         try:
             check_sampling(sampling)
@@ -304,7 +368,7 @@ class ChatService:
         capacity = loaded.engine.runner.capacity
         if capacity is not None and len(prompt) >= capacity:
             raise ContextTooLong(len(prompt) + 1, capacity, "Send fewer messages or a shorter document.")
-        return loaded.engine.submit(GenerationRequest(prompt, sampling, loaded.stop_ids, chat_id), keep)
+        return loaded.engine.submit(GenerationRequest(prompt, sampling, loaded.stop_ids, chat_id, marks), keep)
 
     def _need(self) -> _Loaded:
         loaded = self._loaded
@@ -314,9 +378,47 @@ class ChatService:
             raise self.load_error
         raise NotReady("The service is closed." if self._closed else "The model is still loading. Try again soon.")
 
-    def _new_ids(self, loaded: _Loaded, chat: Chat, sources: Sequence[Selection], question: str) -> list[int]:
+    def _new_ids(
+        self,
+        loaded: _Loaded,
+        before: Sequence[Turn],
+        system: str | None,
+        sources: Sequence[Selection],
+        question: str,
+    ) -> list[int]:
         content = self._content(loaded, sources, question)
-        return loaded.prompts.next(content) if chat.turns else loaded.prompts.first(content, chat.system)
+        return loaded.prompts.next(content) if before else loaded.prompts.first(content, system)
+
+    def _revive(self, loaded: _Loaded, chat: Chat, turns: Sequence[Turn]) -> None:
+        """Token ids for a saved chat that another model wrote, or whose ids are lost: made anew from its texts."""
+        if chat.ids_of != loaded.tokens:
+            for turn in list(chat.tree.values()):
+                chat.update(turn.id, prompt_ids=(), answer_ids=())
+            chat.ids_of = loaded.tokens
+        turns = [chat.tree[turn.id] for turn in turns]
+        if all(turn.prompt_ids for turn in turns):
+            return
+        for at, turn in enumerate(turns):
+            if any(not source.document.pages for source in turn.sources):
+                gone = next(source.document.name for source in turn.sources if not source.document.pages)
+                raise UsageError(f"The text of {gone} is no longer in the library. Add it again in a new chat.")
+            prompt_ids = tuple(self._new_ids(loaded, turns[:at], chat.system, turn.sources, turn.question))
+            answer_ids = tuple(loaded.model.tokenizer.encode_text(turn.answer, start=False))
+            chat.update(turn.id, prompt_ids=prompt_ids, answer_ids=answer_ids)
+
+    def _marks(
+        self, loaded: _Loaded, prompt: Sequence[int], start: int, sources: Sequence[Selection]
+    ) -> tuple[Mark, ...]:
+        """Where each document ends in a prompt whose tokens from `start` on hold them in this order."""
+        marks, ids = [], np.asarray(prompt, dtype=np.int64)
+        for source in sources:
+            wanted = np.asarray(self._ids(loaded, source), dtype=np.int64)
+            for at in start + np.flatnonzero(ids[start:] == wanted[0]) if len(wanted) else ():
+                if np.array_equal(ids[at : at + len(wanted)], wanted):
+                    start = int(at) + len(wanted)
+                    marks.append(Mark(start, source.label))
+                    break
+        return tuple(marks)
 
     def _content(self, loaded: _Loaded, sources: Sequence[Selection], question: str) -> list[str | Encoded]:
         content: list[str | Encoded] = []
@@ -338,8 +440,12 @@ class ChatService:
             if source.key in self._tokens:
                 self._tokens.move_to_end(source.key)
                 return self._tokens[source.key]
-        encode = loaded.model.tokenizer.encode_text
-        ids = tuple(encode(source.text.strip(), start=False, progress=progress, cancelled=cancelled))
+        name = f"{source.label}-{source.first_page}-{source.last_page}-{loaded.tokens}"
+        if (ids := self.library.documents.ids(name)) is None:
+            encode = loaded.model.tokenizer.encode_text
+            ids = tuple(encode(source.text.strip(), start=False, progress=progress, cancelled=cancelled))
+            if self.library.documents.has(source.label):
+                self.library.documents.keep_ids(name, ids)
         with self._lock:
             self._tokens[source.key] = ids
             total = sum(map(len, self._tokens.values()))
@@ -365,9 +471,16 @@ class _Loaded:
         self.model = model
         self.prompts = PromptBuilder(model.tokenizer)
         self.stop_ids = model.eos_ids | model.tokenizer.eos_ids | self.prompts.end_ids
+        kind = (model.name, model.tokenizer.chat_template, sorted(model.tokenizer.special_ids.items()))
+        self.tokens = hashlib.sha256(repr(kind).encode()).hexdigest()[:16]  # whose token ids a saved chat holds
         self.engine = Engine(
             model.runner, lambda stop: Detokenizer(model.tokenizer, stop), CostModel(model.quadratic_cost)
         )
+
+    @property
+    def snapshots(self) -> SnapshotStore | None:
+        """What was read and is on disk; None where nothing is saved."""
+        return getattr(self.model.runner, "snapshots", None)
 
     @property
     def sink(self) -> int:
@@ -378,6 +491,11 @@ class _Loaded:
     def recent(self) -> int:
         """Last tokens that every head keeps, where none keeps everything."""
         return int(self.model.runner.describe()["recent"])
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of a whole answer."""
+        detokenizer = Detokenizer(self.model.tokenizer)
+        return "".join(map(detokenizer.push, ids)) + detokenizer.flush()
 
     def words(self, ids: Sequence[int]) -> str:
         """The text of a few tokens from the midst of a text, on one line."""
@@ -400,18 +518,20 @@ def _selection(document: Document | Selection) -> Selection:
     return document if isinstance(document, Selection) else Selection.whole(document)
 
 
-def _new_sources(chat: Chat, documents: Sequence[Document | Selection] | None) -> tuple[Selection, ...]:
+def _new_sources(before: Sequence[Turn], documents: Sequence[Document | Selection] | None) -> tuple[Selection, ...]:
+    """Those that no turn before has read, each once."""
+    seen = {source.key for turn in before for source in turn.sources}
     chosen = {source.key: source for source in map(_selection, documents or ())}
-    return tuple(source for source in chosen.values() if not chat.has(source))
+    return tuple(source for key, source in chosen.items() if key not in seen)
 
 
 def _digest(ids: Sequence[int]) -> str:
     return hashlib.sha256(np.asarray(ids, dtype=np.int64).tobytes()).hexdigest()
 
 
-def _too_long(need: int, capacity: int, chat: Chat) -> ContextTooLong:
-    if chat.turns:
-        advice = f"The chat so far has {chat.token_count:,}. Start a new chat, or choose fewer pages."
+def _too_long(need: int, capacity: int, before: Sequence[Turn]) -> ContextTooLong:
+    if before:
+        advice = f"The chat so far has {len(ids_of(before)):,}. Start a new chat, or choose fewer pages."
     else:
         advice = "Choose fewer pages or a shorter document."
     return ContextTooLong(need + 1, capacity, advice)

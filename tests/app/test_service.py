@@ -430,3 +430,82 @@ def test_a_limited_context_has_no_memory_that_begins(start: Start) -> None:
     finish(service.ask(chat, "Q " * 300))
     assert service.memory_begins(chat) is None
     assert service.status(chat)["memory_begins"] is None
+
+
+def test_going_back_editing_and_asking_again_equal_a_fresh_run(start: Start, document: Document) -> None:
+    """Every branch sends the prompt that a chat with only that branch would send."""
+    service = start()
+    chat = service.new_chat()
+    finish(service.ask(chat, "First?", [document]))
+    finish(service.ask(chat, "Second?"))
+    first, second = chat.turns
+    chat.head = first.id  # back: the second question asked otherwise
+    finish(service.ask(chat, "Second, edited?"))
+    fresh = service.new_chat()
+    finish(service.ask(fresh, "First?", [document]))
+    finish(service.ask(fresh, "Second, edited?"))
+    assert chat.token_ids == fresh.token_ids
+    chat.head = None  # the first question edited: the document is read again with it, out of the cache
+    finish(service.ask(chat, "First, edited?", [document]))
+    other = service.new_chat()
+    finish(service.ask(other, "First, edited?", [document]))
+    assert chat.token_ids == other.token_ids
+    chat.show(second.id)
+    assert [turn.question for turn in chat.turns] == ["First?", "Second?"]
+    fork = service.fork(chat, first.id)
+    finish(service.ask(fork, "Third?"))
+    assert [turn.question for turn in fork.turns] == ["First?", "Third?"]
+    assert [turn.question for turn in chat.turns] == ["First?", "Second?"]
+    assert len(chat.tree) == 4
+
+
+def test_a_stopped_answer_goes_on_from_its_last_token(start: Start, document: Document) -> None:
+    service = start(answer=lambda prompt: "a long answer" if bytes(i % 256 for i in prompt).endswith(b"t\n") else " on")
+    chat = service.new_chat()
+    fake(service).hook, reached, go = hold("decode", 6)
+    generation = service.ask(chat, "First?", [document])
+    assert reached.wait(WAIT)
+    generation.cancel()
+    go.set()
+    finish(generation)
+    turn = chat.turns[0]
+    assert (turn.answer, turn.finish_reason) == ("a long", "cancelled")
+    fake(service).hook = lambda step, slot: None
+    more = finish(service.resume(chat, turn.id))
+    assert more.text == " on"
+    assert (chat.turns[0].answer, chat.turns[0].finish_reason) == ("a long on", "stop")
+    assert read(chat).endswith("assistant\na long on")
+    with pytest.raises(UsageError, match="stopped or cut"):
+        service.resume(chat, turn.id)
+
+
+def test_where_documents_end_is_marked(start: Start, document: Document, tmp_path: Path) -> None:
+    service = start()
+    seen: list[Any] = []
+    begin = fake(service).start
+    fake(service).start = lambda *args: seen.append(args) or begin(*args)  # type: ignore[method-assign]
+    chat = service.new_chat()
+    other = write(tmp_path, "other.txt", "Document: not a border. Another text.")
+    finish(service.ask(chat, "First?", [document, other]))
+    prompt, _, marks, _ = seen[0]
+    for mark, text, source in zip(marks, (document, other), chat.turns[0].sources, strict=True):
+        assert bytes(i % 256 for i in prompt[: mark.position]).endswith(text.text.strip().encode())
+        assert mark.label == source.label
+    finish(service.ask(chat, "Second?"))
+    assert seen[1][2] == ()
+
+
+def test_a_chat_of_another_model_or_with_lost_ids_is_encoded_anew(start: Start, document: Document) -> None:
+    service = start()
+    chat = service.new_chat("Be brief.")
+    finish(service.ask(chat, "First?", [document]))
+    finish(service.ask(chat, "Second?"))
+    want = chat.token_ids
+    chat.ids_of = "another model"
+    for turn in chat.turns:
+        chat.update(turn.id, prompt_ids=(1, 2, 3), answer_ids=(4,))
+    service.plan(chat)
+    assert chat.token_ids == want
+    chat.update(chat.turns[0].id, prompt_ids=())
+    finish(service.ask(chat, "Third?"))
+    assert chat.token_ids[: len(want)] == want

@@ -1,0 +1,215 @@
+"""Chats on disk: one JSON a chat, and beside it a file of token ids that only grows."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from app.chat import Chat, Selection, Turn
+from app.documents import Document
+from app.library.files import read_json, write_whole
+
+_ID = re.compile(r"[0-9a-f]{32}")
+_TITLE = 60  # characters
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A chat in the list: `updated` in seconds since 1970."""
+
+    id: str
+    title: str
+    updated: float
+
+
+class ChatStore:
+    """The chats of one person. A damaged file is left alone and not listed. Methods may be called from any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._known: dict[str, tuple[int, Listed, str]] = {}  # id: (time of the file, entry, its words)
+        self._places: dict[str, dict[tuple[int, ...], list[int]]] = {}  # chat: where its ids lie already
+
+    def save(self, chat: Chat) -> None:
+        """Write a chat as it stands; one without a question is not worth a file."""
+        if not chat.tree:
+            return
+        with self._lock:
+            chat.title = chat.title or _title(next(iter(chat.tree.values())).question)
+            turns = [_plain(turn, lambda ids: self._place(chat.id, ids)) for turn in list(chat.tree.values())]
+            plain: dict[str, Any] = {"id": chat.id, "title": chat.title, "system": chat.system, "created": chat.created}
+            plain |= {"head": chat.head, "ids_of": chat.ids_of, "turns": turns}
+            write_whole(self._path(chat.id), json.dumps(plain, ensure_ascii=False))
+
+    def open(self, chat_id: str, document_of: Callable[[str], Document | None]) -> Chat | None:
+        """A saved chat; None when it is not there. Documents that are gone leave their names."""
+        plain = self._read(chat_id)
+        if plain is None:
+            return None
+        try:
+            ids = (self.folder / f"{chat_id}.ids").read_bytes()
+        except OSError:
+            ids = b""
+        chat = Chat(plain["system"], plain["id"], plain["title"], plain["created"], plain["ids_of"])
+        documents: dict[str, Document | None] = {}
+        for entry in plain["turns"]:
+            for source in entry["sources"]:
+                if source["document"] not in documents:
+                    documents[source["document"]] = document_of(source["document"])
+            turn = chat.tree[entry["id"]] = _turn(entry, documents, ids)
+            places = self._places.setdefault(chat_id, {})
+            places[turn.prompt_ids], places[turn.answer_ids] = entry["prompt"], entry["ids"]
+        chat.head = plain["head"]
+        return chat
+
+    def find(self, words: str = "") -> list[Listed]:
+        """All chats, or those that hold every one of these words; the newest first."""
+        wanted = words.casefold().split()
+        found = []
+        for path in self.folder.glob("*.json"):
+            entry = self._entry(path)
+            if entry is not None and all(word in entry[1] for word in wanted):
+                found.append(entry[0])
+        return sorted(found, key=lambda listed: listed.updated, reverse=True)
+
+    def rename(self, chat_id: str, title: str) -> None:
+        """Give a chat another title; an empty one changes nothing."""
+        title = " ".join(title.split())[:200]
+        with self._lock:
+            plain = self._read(chat_id)
+            if plain is not None and title:
+                write_whole(self._path(chat_id), json.dumps(plain | {"title": title}, ensure_ascii=False))
+
+    def delete(self, chat_id: str) -> None:
+        """Forget a chat."""
+        if _ID.fullmatch(chat_id):
+            with self._lock:
+                for suffix in ("json", "ids"):
+                    (self.folder / f"{chat_id}.{suffix}").unlink(missing_ok=True)
+                self._places.pop(chat_id, None)
+
+    def documents(self) -> set[str]:
+        """The labels of all documents that any chat has read."""
+        plains = (self._read(path.stem) for path in self.folder.glob("*.json"))
+        turns = [turn for plain in plains if plain is not None for turn in plain["turns"]]
+        return {source["document"] for turn in turns for source in turn["sources"]}
+
+    def export(self, chat_id: str, kind: str) -> str | None:
+        """A chat as "md" (what is seen) or "json" (all branches); None when it is not there."""
+        plain = self._read(chat_id)
+        if plain is None:
+            return None
+        for turn in plain["turns"]:
+            turn.pop("prompt", None)
+            turn.pop("ids", None)
+        if kind == "json":
+            return json.dumps({"format": "octavo-chat", "version": 1} | plain, ensure_ascii=False, indent=2) + "\n"
+        return _markdown(plain)
+
+    def _path(self, chat_id: str) -> Path:
+        return self.folder / f"{chat_id}.json"
+
+    def _read(self, chat_id: str) -> dict[str, Any] | None:
+        plain = read_json(self._path(chat_id)) if _ID.fullmatch(chat_id) else None
+        return plain if isinstance(plain, dict) and plain.get("id") == chat_id else None
+
+    def _entry(self, path: Path) -> tuple[Listed, str] | None:
+        try:
+            changed = path.stat().st_mtime_ns
+        except OSError:
+            return None
+        known = self._known.get(path.stem)
+        if known is None or known[0] != changed:
+            plain = self._read(path.stem)
+            if plain is None:
+                return None
+            parts = [plain["title"]]
+            for turn in plain["turns"]:
+                parts += [turn["question"], turn["answer"], *(source["name"] for source in turn["sources"])]
+            listed = Listed(plain["id"], plain["title"], max(turn["at"] for turn in plain["turns"]))
+            known = self._known[path.stem] = (changed, listed, "\n".join(parts).casefold())
+        return known[1], known[2]
+
+    def _place(self, chat_id: str, ids: tuple[int, ...]) -> list[int]:
+        """[offset, count, CRC-32] of ids in the chat's file; what is there already is not written again."""
+        places = self._places.setdefault(chat_id, {})
+        if ids not in places:
+            data = np.asarray(ids, dtype="<i4").tobytes()
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with (self.folder / f"{chat_id}.ids").open("ab") as file:
+                places[ids] = [file.tell(), len(ids), zlib.crc32(data)]
+                file.write(data)
+        return places[ids]
+
+
+def _title(question: str) -> str:
+    words = " ".join(question.split())
+    return words if len(words) <= _TITLE else words[:_TITLE].rsplit(" ", 1)[0] + "\u2026"
+
+
+def _plain(turn: Turn, place: Callable[[tuple[int, ...]], list[int]]) -> dict[str, Any]:
+    sources = [
+        {"document": s.label, "name": s.document.name, "first_page": s.first_page, "last_page": s.last_page}
+        for s in turn.sources
+    ]
+    names = ("id", "parent", "question", "answer", "finish_reason", "answered", "error", "at")
+    said = {name: getattr(turn, name) for name in names}
+    return said | {"sources": sources, "prompt": place(turn.prompt_ids), "ids": place(turn.answer_ids)}
+
+
+def _turn(entry: dict[str, Any], documents: dict[str, Document | None], ids: bytes) -> Turn:
+    def stored(place: Sequence[int]) -> tuple[int, ...]:
+        start, count, checksum = place
+        data = ids[start : start + 4 * count]
+        if len(data) < 4 * count or zlib.crc32(data) != checksum:
+            return ()
+        return tuple(np.frombuffer(data, dtype="<i4").tolist())
+
+    sources = []
+    for source in entry["sources"]:
+        gone = Document(source["name"], "text", "", (), (), 0, source["document"])
+        document = documents[source["document"]] or gone
+        sources.append(Selection(document, source["first_page"], source["last_page"]))
+    interrupted = entry["finish_reason"] == "running"  # by the end of the program, whatever it was
+    return Turn(
+        entry["question"],
+        tuple(sources),
+        stored(entry["prompt"]),
+        stored(entry["ids"]),
+        entry["answer"],
+        "interrupted" if interrupted else entry["finish_reason"],
+        entry["answered"],
+        entry["error"],
+        entry["parent"],
+        entry["id"],
+        entry["at"],
+    )
+
+
+def _markdown(plain: dict[str, Any]) -> str:
+    turns = {turn["id"]: turn for turn in plain["turns"]}
+    path, at = [], plain["head"]
+    while at is not None:
+        path.append(turns[at])
+        at = turns[at]["parent"]
+    parts = [f"# {plain['title']}", datetime.fromtimestamp(plain["created"], UTC).strftime("%Y-%m-%d")]
+    for turn in reversed(path):
+        parts.append("## " + " ".join(turn["question"].split()))
+        if "\n" in turn["question"].strip():
+            parts.append("> " + turn["question"].strip().replace("\n", "\n> "))
+        parts += [
+            f"*Document: {source['name']}, pages {source['first_page']} to {source['last_page']}*"
+            for source in turn["sources"]
+        ]
+        parts.append(turn["answer"].strip() or f"*{turn['error'] or 'No answer.'}*")
+    return "\n\n".join(parts) + "\n"

@@ -1,0 +1,187 @@
+"""Documents and chats on disk: whole or not there, and each browser's alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from app.chat import Chat, Selection, Turn
+from app.documents import Document, read_document
+from app.library import Library
+from app.library.documents import DocumentStore
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> Document:
+    path = tmp_path / "heron \u00e9.txt"
+    path.write_text("The word is heron.\fSaid twice, \U0001f426 and \u2028 all.\fNo more.", encoding="utf-8")
+    return read_document(path)
+
+
+def _chat(document: Document) -> Chat:
+    chat = Chat("Be brief.")
+    first = chat.add(
+        Turn("What is the word?", (Selection.whole(document),), tuple(range(500)), (7, 8), "Heron.", "stop")
+    )
+    chat.add(Turn("And\nthen?", (), (9,), (10, 11), "Nothing.", "stop"))
+    chat.head = first.id
+    chat.add(Turn("Why?", (), (9, 9), (12,), "Because.", "length"))
+    chat.begin("Still there?")
+    return chat
+
+
+def test_a_document_comes_back_equal_and_damage_is_noticed(tmp_path: Path, document: Document) -> None:
+    store = DocumentStore(tmp_path / "documents")
+    label = store.put(document)
+    assert store.get(label) == document
+    assert store.get("../" + label) is None
+    assert store.get("0" * 32) is None
+    path = tmp_path / "documents" / f"{label}.json"
+    plain = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(plain | {"sha256": "other"}), encoding="utf-8")
+    assert store.get(label) is None
+    path.write_text(json.dumps(plain)[:-20], encoding="utf-8")
+    assert store.get(label) is None
+
+
+def test_ids_are_kept_where_they_are_many_and_checked(tmp_path: Path) -> None:
+    store = DocumentStore(tmp_path)
+    store.keep_ids("few", [1, 2, 3])
+    assert store.ids("few") is None
+    many = tuple(range(5000))
+    store.keep_ids("many", many)
+    assert store.ids("many") == many
+    data = bytearray((tmp_path / "many.ids").read_bytes())
+    data[2000] ^= 1
+    (tmp_path / "many.ids").write_bytes(data)
+    assert store.ids("many") is None
+
+
+def test_a_chat_comes_back_as_it_was(tmp_path: Path, document: Document) -> None:
+    library = Library(tmp_path)
+    owner = library.owner("a secret")
+    chat = _chat(document)
+    owner.save_chat(chat)
+    owner.save_chat(chat)
+    size = (tmp_path / "owners").rglob("*.ids").__next__().stat().st_size
+
+    again = Library(tmp_path).owner("a secret")
+    back = again.open_chat(chat.id)
+    assert back is not None
+    assert (back.system, back.head, back.title) == ("Be brief.", chat.head, "What is the word?")
+    want = [
+        replace(turn, finish_reason="interrupted") if turn.finish_reason == "running" else turn
+        for turn in chat.tree.values()
+    ]
+    assert list(back.tree.values()) == want
+    assert [turn.answer for turn in back.turns] == ["Heron.", "Because."]
+    again.save_chat(back)
+    assert (tmp_path / "owners").rglob("*.ids").__next__().stat().st_size == size  # ids are not written twice
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_damaged_ids_are_made_anew_and_a_damaged_chat_is_not_listed(tmp_path: Path, document: Document) -> None:
+    owner = Library(tmp_path).owner("a secret")
+    chat = _chat(document)
+    owner.save_chat(chat)
+    ids = next((tmp_path / "owners").rglob("*.ids"))
+    data = bytearray(ids.read_bytes())
+    data[1000] ^= 1
+    ids.write_bytes(data)
+    back = Library(tmp_path).owner("a secret").open_chat(chat.id)
+    assert back is not None
+    assert [bool(turn.prompt_ids) for turn in back.turns] == [False, True]
+    next((tmp_path / "owners").rglob(f"{chat.id}.json")).write_text("{")
+    assert Library(tmp_path).owner("a secret").chats.find() == []
+
+
+def test_chats_are_found_renamed_exported_and_deleted(tmp_path: Path, document: Document) -> None:
+    owner = Library(tmp_path).owner("a secret")
+    chat, other = _chat(document), Chat()
+    other.add(Turn("Quite another thing: " + "long " * 30, (), (1,), (2,), "Yes.", "stop"))
+    owner.save_chat(chat)
+    owner.save_chat(other)
+    assert [listed.id for listed in owner.chats.find()] == [other.id, chat.id]
+    assert [listed.id for listed in owner.chats.find("BECAUSE heron")] == [chat.id]
+    assert owner.chats.find("absent") == []
+    assert len(owner.chats.find("quite")[0].title) <= 61
+    owner.chats.rename(chat.id, "  Birds \n of the coast ")
+    assert owner.chats.find("coast")[0].title == "Birds of the coast"
+    text = owner.chats.export(chat.id, "md")
+    assert text is not None
+    assert text.startswith("# Birds of the coast")
+    assert "Because." in text and "Nothing." not in text  # the branch that is seen
+    assert document.name in text
+    plain = json.loads(owner.chats.export(chat.id, "json") or "")
+    assert len(plain["turns"]) == 4
+    assert "prompt" not in plain["turns"][0]
+    for nonsense in ("", "../../x", chat.id + "/..", "0" * 32):
+        assert owner.chats.export(nonsense, "md") is None
+        owner.chats.delete(nonsense)
+    owner.chats.delete(chat.id)
+    assert [listed.id for listed in owner.chats.find()] == [other.id]
+
+
+def test_owners_never_see_each_others_things(tmp_path: Path, document: Document) -> None:
+    library = Library(tmp_path)
+    one, two = library.owner("one"), library.owner("two")
+    label = one.add(document, 900)
+    chat = _chat(document)
+    one.save_chat(chat)
+    assert two.documents() == [] and two.chats.find() == []
+    assert two.open(label) is None and two.open_chat(chat.id) is None
+    assert two.chats.export(chat.id, "md") is None
+    two.pin(label, True)
+    assert library.pinned() == frozenset()
+    one.pin(label, True)
+    assert Library(tmp_path).pinned() == {label}
+    assert not library.shared(label, one) and library.shared(label, two)
+    assert "one" not in {path.name for path in tmp_path.rglob("*")}  # the secret itself is nowhere
+
+
+def test_a_text_stays_while_a_list_or_a_chat_names_it(tmp_path: Path, document: Document) -> None:
+    library = Library(tmp_path)
+    owner = library.owner("one")
+    label = owner.add(document)
+    chat = _chat(document)
+    owner.save_chat(chat)
+    owner.remove(label)
+    library.sweep()
+    assert library.documents.has(label)
+    owner.chats.delete(chat.id)
+    dropped: list[str] = []
+    library.sweep(dropped.append)
+    assert dropped == [label] and not library.documents.has(label)
+
+
+def test_a_chat_over_a_document_that_is_gone_keeps_its_name(tmp_path: Path, document: Document) -> None:
+    library = Library(tmp_path)
+    owner = library.owner("one")
+    chat = _chat(document)
+    owner.save_chat(chat)
+    label = Selection.whole(document).label
+    library.documents.drop(label)
+    back = Library(tmp_path).owner("one").open_chat(chat.id)
+    assert back is not None
+    source = back.turns[0].sources[0]
+    assert (source.document.name, source.document.text, source.label) == (document.name, "", label)
+    assert back.turns[0].prompt_ids == tuple(range(500))
+
+
+def test_branches(document: Document) -> None:
+    chat = _chat(document)
+    first, second, third, open_turn = chat.tree.values()
+    assert [turn.id for turn in chat.siblings(second.id)] == [second.id, third.id]
+    chat.show(second.id)
+    assert chat.head == second.id
+    chat.show(first.id)
+    assert chat.head == open_turn.id  # the newest end
+    assert chat.token_count == 500 + 2 + 2 + 1
+    fork = chat.fork(second.id)
+    fork.begin("On its own")
+    assert fork.id != chat.id and len(fork.path(fork.head)) == 3
+    assert len(chat.tree) == 4
+    assert chat.has(Selection.whole(document))
