@@ -1,6 +1,8 @@
 """Decode attention over sinks and a ring, as they lie: the sinks meet a query of their own position."""
 
-from kernels.attention_window import ref
+from kernels.attention_window import ref, split
 from kernels.registry import Backend, Kernel, always
 
-WINDOW_DECODE = Kernel("attention_window", (Backend("reference", ref, always),))
+WINDOW_DECODE = Kernel(
+    "attention_window", (Backend("triton_split", split, split.declines), Backend("reference", ref, always))
+)

@@ -47,7 +47,10 @@ class EndlessCache:
         self._slots = slots
         self._scale = shape.head_dim**-0.5
         self._attend = ATTENTION.choose(device, head_dim=shape.head_dim, dtype=shape.compute_dtype).backend.run.attend
-        self._decode = WINDOW_DECODE.choose(device, head_dim=shape.head_dim, dtype=shape.exact_dtype).backend.run.decode
+        self._step = WINDOW_DECODE.choose(
+            device, head_dim=shape.head_dim, group=shape.group, dtype=shape.exact_dtype
+        ).backend.run.step
+        self._clock = torch.zeros(2, dtype=torch.int64, device=device)  # slots that count, and the new token's
         self._chunk = 0
         self._back: Tensor | None = None
 
@@ -62,6 +65,9 @@ class EndlessCache:
         self._back = None
         if self.shape.sink and first < end:
             self._back = self.rope.back(torch.arange(first, end) - (self._slots - 1), self.device)
+        if n == 1:
+            held = min(self.length + 1, self._slots)
+            self._clock.copy_(torch.tensor([held, self._slot(self.length)]))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Appends the chunk's k, v [n, kv_heads, d] of a layer and attends: q [n, heads, d] -> fp32 [n, heads * d].
@@ -69,10 +75,12 @@ class EndlessCache:
         q and k are rotated by their positions in the text, by `rope`.
         """
         n = q.shape[0]
-        k, v = (x.transpose(0, 1).to(self.shape.exact_dtype) for x in (k, v))
         keys, values = self.keys[layer], self.values[layer]
         if n == 1:
-            return self._one(keys, values, q, k, v).reshape(1, -1)
+            grouped, near = (x.view(k.shape[1], -1, q.shape[-1]) for x in (q, self._near(q)))
+            out = self._step(grouped, near, k[0], v[0], keys, values, self.shape.sink, self._clock, self._scale)
+            return out.view(1, -1)
+        k, v = (x.transpose(0, 1).to(self.shape.exact_dtype) for x in (k, v))
         filling = min(max(self._slots - self.length, 0), n)
         parts = []
         if filling:
@@ -108,15 +116,6 @@ class EndlessCache:
     def streaming_bytes(self) -> int:
         """Bytes of the windows: the same from the first token on."""
         return self.keys.nbytes + self.values.nbytes
-
-    def _one(self, keys: Tensor, values: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """A single token."""
-        at = self._slot(self.length)
-        keys[:, at] = k[:, 0]
-        values[:, at] = v[:, 0]
-        grouped = q.view(k.shape[0], -1, q.shape[-1])
-        held = min(self.length + 1, self._slots)
-        return self._decode(grouped, self._near(q).view_as(grouped), keys, values, self.shape.sink, held, self._scale)
 
     def _fill(self, keys: Tensor, values: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The part of a chunk that still finds free slots: plain causal attention over all tokens so far."""

@@ -29,7 +29,7 @@ def kernel_report(device: torch.device, shape: CacheShape) -> list[dict[str, Any
         (BLOCKS, {"head_dim": shape.head_dim, "bits": shape.bits, "dtype": shape.compute_dtype}),
     ]
     if not any(shape.retrieval_heads):
-        asked.append((WINDOW_DECODE, {"head_dim": shape.head_dim, "dtype": shape.exact_dtype}))
+        asked.append((WINDOW_DECODE, {"head_dim": shape.head_dim, "group": shape.group, "dtype": shape.exact_dtype}))
     if shape.bits == 4:
         packed = {"head_dim": shape.head_dim, "group": shape.group}
         asked += [(KV4_LAYOUT, packed), (KV4_DECODE, packed)]

@@ -41,7 +41,9 @@ class Script:
     chunk_s: float = 0.05
     token_s: float = 0.01
     chunk: int = 256
-    capacity: int = 8192
+    capacity: int | None = 8192
+    sink: int = 4
+    recent: int = 2044  # both where `capacity` is None
     answer: str = ANSWER
     fail_load: Exception | None = None
     fail_decode: Exception | None = None
@@ -74,7 +76,7 @@ class ScriptedRunner:
         self.kept: dict[str, list[int]] = {}
 
     @property
-    def capacity(self) -> int:
+    def capacity(self) -> int | None:
         return self.script.capacity
 
     @property
@@ -96,7 +98,9 @@ class ScriptedRunner:
         return Memory(134_000_000, 5440 * sum(map(len, self.kept.values())), 2_000_000, 160_000_000)
 
     def describe(self) -> dict[str, Any]:
-        return {"weights": "w8a8", "kv": "kv4", "backends": {"attention": "torch", "linear": "torch"}}
+        script = self.script
+        kept = {} if script.capacity is not None else {"mode": "endless", "sink": script.sink, "recent": script.recent}
+        return {"weights": "w8a8", "kv": "kv4", **kept, "backends": {"attention": "torch", "linear": "torch"}}
 
 
 class ScriptedSlot:

@@ -268,3 +268,33 @@ def test_narrow_screen(site: Site, open_page: Open, texts: Texts, tmp_path: Path
     assert (colour == "rgb(24, 23, 21)") == (scheme == "dark")
     page.click("[data-do=theme]")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != colour
+
+
+def test_an_endless_chat_shows_where_its_memory_begins(
+    start_site: Callable[[Script], Site], open_page: Open, texts: Texts, tmp_path: Path
+) -> None:
+    site = start_site(Script(chunk_s=0.0, token_s=0.002, capacity=None, sink=4, recent=250))
+    page = open_page(site.url)
+    state(page, "idle")
+    ask(page, "What is the code word?")
+    state(page, "idle")
+    assert "the last 250 are remembered" in page.inner_text("#oc-status")
+    assert not page.query_selector(".oc-memory")
+    add(page, texts("long.txt", "heliotrope", lines=60))  # 12,000 tokens: no limit that a model's window sets
+    state(page, "plan")
+    assert "To read: " in page.inner_text("#oc-strip")
+    ask(page, "And now?")
+    state(page, "idle")
+    until(lambda: page.query_selector(".oc-memory") is not None)
+    line = page.inner_text("#oc-chat .user .oc-memory")
+    assert line.startswith("Memory begins in what was read here, at \u201c")
+    assert line.endswith("All before it is forgotten, but for the first 4 tokens.")
+    assert "forgotten" in page.inner_text("#oc-status")
+    page.screenshot(path=str(tmp_path / "endless.png"))
+    for turn, question in enumerate(("Once more?", "And once more?"), 3):
+        ask(page, question)
+        until(lambda turn=turn: page.locator("#oc-chat .bot .prose table").count() == turn)
+        state(page, "idle")
+    assert page.locator(".oc-memory").count() == 1  # it has moved on
+    assert not page.query_selector("#oc-chat .message-row:nth-child(-n+4) .oc-memory")
+    page.screenshot(path=str(tmp_path / "further.png"))
