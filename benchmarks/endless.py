@@ -43,7 +43,7 @@ from models.decoder import Decoder
 from models.rope import EndlessRope, Rope
 
 KEPT, SINK = 1024, 4  # tokens that every side sees in the comparison, and how many of them are sinks
-CHUNK = 8192
+CHUNK = 16_384
 STRETCH = 20_000
 WINDOWS = 64  # recomputed at a time
 NEAR, STEPS, ROUNDS = 16_384, 20, 12  # where speed is first taken; decode steps a round, rounds at each place
@@ -75,14 +75,14 @@ def main(argv: list[str]) -> int:
     digest = hashlib.sha256(ids.numpy().astype("<i4").tobytes()).hexdigest()
     bars: list[Bar] = []
     details: dict[str, Any] = {"tokens": len(ids), "sha256_of_ids": digest, "kept": KEPT, "sink": SINK}
-    if args.samples:
-        rows = _perplexities(side, ids, args.dense, args.samples)
-        details["stretches"] = rows
-        bars += _text_bars(rows)
     if args.far:
         speed = _Speed(side, ids, args.far)
         details["speed"] = speed.details
         bars += speed.bars
+    if args.samples:
+        rows = _perplexities(side, ids, args.dense, args.samples)
+        details["stretches"] = rows
+        bars += _text_bars(rows)
     finish("endless", argv, bars, details, args.json, torch.get_num_threads())
     return 0 if all(bar.holds for bar in bars) else 1
 
@@ -282,6 +282,7 @@ class _Speed:
             "tokens_per_s_last_tenth": round(median(rates[-tenth:])),
             "cache_bytes": cache.streaming_bytes,
             "allocated_bytes": allocated[-1],
+            "reserved_bytes": torch.cuda.memory_reserved(),
             "generated_tokens": cache.length - far,
             "decode_ms_near": round(at["near"], 4),
             "decode_ms_far": round(at["far"], 4),

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from kernels.attention_prefill import ATTENTION, merge_
 from kernels.attention_window import WINDOW_DECODE
-from kernels.norm_rope import apply_rope
+from kernels.norm_rope.ref import apply_rope
 from models.cache.shape import CacheShape
 from models.rope import EndlessRope
 

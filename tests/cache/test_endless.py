@@ -5,7 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels.norm_rope import apply_rope
+from kernels.norm_rope.ref import apply_rope
 from models.cache import endless
 from models.cache.endless import EndlessCache
 from models.cache.shape import CacheShape
