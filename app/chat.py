@@ -50,6 +50,11 @@ class Selection:
         return self.document.slice(self.first_page, self.last_page)
 
     @property
+    def start(self) -> int:
+        """Where the selected text begins in the document's."""
+        return self.document.pages[self.first_page - 1].start
+
+    @property
     def title(self) -> str:
         """The line that names this source in the prompt."""
         first, last = self.first_page, self.last_page
