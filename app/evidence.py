@@ -6,13 +6,11 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
-from app.chat import Selection
 from app.documents import Document
-from app.tokenizer import Tokenizer
+from app.engine.detokenize import TokenBytes
 from models.evidence import Looked
 
 _PASSAGE_CHARS = 500  # what a card shows
@@ -30,55 +28,53 @@ _ALIKE = {"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2013": 
 
 @dataclass(frozen=True)
 class Passage:
-    """document.text[start:end] on page `page`, from line `line` of the document (both from 1).
+    """Characters `start` to `end` of a document's text, on page `page`, from line `line` of the document (from 1).
 
-    strength: its share, 0 to 1, of the attention that the answer gave to all documents.
+    document: its label in the library. strength: the passage's share, 0 to 1, of the attention that the answer gave to
+    all documents.
     """
 
-    document: Document
+    document: str
+    name: str
     start: int
     end: int
     page: int
     line: int
     strength: float
-
-    @property
-    def excerpt(self) -> str:
-        return self.document.text[self.start : self.end].strip()
+    excerpt: str
 
 
 @dataclass(frozen=True)
 class Quote:
-    """Words that an answer quotes, and the document and page where they stand; None where they stand nowhere."""
+    """Words that an answer quotes, and the name and page of the document that has them; None where none has."""
 
     text: str
-    document: Document | None
+    name: str | None
     page: int | None
 
 
 @dataclass(frozen=True)
 class Source:
-    """A selection as a prompt holds it: its token ids from `start` on."""
+    """A stretch of a document, `text` from character `offset` on, and its token ids, from `start` on in a prompt."""
 
-    selection: Selection
+    label: str
+    document: Document
+    text: str
+    offset: int
     ids: Sequence[int]
     start: int
 
 
-def locate(prompt: Sequence[int], selections: Sequence[tuple[Selection, Sequence[int]]]) -> list[Source]:
-    """Where in a prompt each selection's ids stand; those that are not in it are left out."""
-    haystack = np.asarray(prompt, dtype=np.int64).tobytes()
-    found = []
-    for selection, ids in selections:
-        needle, at = np.asarray(ids, dtype=np.int64).tobytes(), -1
-        while needle and (at := haystack.find(needle, at + 1)) >= 0:
-            if at % 8 == 0:  # a whole id
-                found.append(Source(selection, ids, at // 8))
-                break
-    return found
+def find_ids(prompt: Sequence[int], ids: Sequence[int]) -> int | None:
+    """Where in a prompt these ids stand; None where they do not."""
+    haystack, needle = (np.asarray(x, dtype=np.int64).tobytes() for x in (prompt, ids))
+    at = haystack.find(needle) if needle else -1
+    while at % 8 and at >= 0:  # within an id
+        at = haystack.find(needle, at + 1)
+    return at // 8 if at >= 0 else None
 
 
-def passages(looked: Looked, sources: Sequence[Source], tokenizer: Tokenizer, most: int = 4) -> list[Passage]:
+def passages(looked: Looked, sources: Sequence[Source], tokenizer: TokenBytes, most: int = 4) -> list[Passage]:
     """The passages with most attention, strongest first, at most `most`; few where the attention is spread thin."""
     sums: dict[tuple[int, int, int], float] = {}
     for number, source in enumerate(sources):
@@ -87,34 +83,29 @@ def passages(looked: Looked, sources: Sequence[Source], tokenizer: Tokenizer, mo
         bounds: tuple[int, int] | None = None
         for place, mass in zip(places, looked.masses[inside], strict=True):
             if bounds is None or not bounds[0] <= place < bounds[1]:
-                bounds = _bounds(source.selection.document.text, place)
+                bounds = _bounds(source.document.text, place)
             key = number, *bounds
             sums[key] = sums.get(key, 0.0) + float(mass)
     total = sum(sums.values())
     best = sorted(sums.items(), key=lambda item: (-item[1], item[0]))[:most]
     return [
-        _passage(sources[number].selection.document, start, end, mass / total)
+        _passage(sources[number], start, end, mass / total)
         for (number, start, end), mass in best
         if mass > _WEAK * total
     ]
 
 
-def char_offsets(tokenizer: Tokenizer, source: Source, tokens: np.ndarray) -> list[int]:
+def char_offsets(tokenizer: TokenBytes, source: Source, tokens: np.ndarray) -> list[int]:
     """The character of the document's text in which each of a source's tokens begins."""
-    text = source.selection.text
-    start = source.selection.start + len(text) - len(text.lstrip())
-    encoded = np.frombuffer(text.strip().encode(errors="replace"), dtype=np.uint8)
-    ends = np.cumsum(_token_lengths(tokenizer)[np.asarray(source.ids, dtype=np.int64)])
+    start = source.offset + len(source.text) - len(source.text.lstrip())
+    encoded = np.frombuffer(source.text.strip().encode(errors="replace"), dtype=np.uint8)
+    kinds, at = np.unique(np.asarray(source.ids, dtype=np.int64), return_inverse=True)
+    ends = np.cumsum(np.array([len(tokenizer.token_bytes(token)) for token in kinds.tolist()], dtype=np.int64)[at])
     begins = np.concatenate(([0], ends))[tokens]
     if len(ends) and ends[-1] != len(encoded):  # a tokenizer that rewrites its text: where about
         begins = begins * len(encoded) // max(int(ends[-1]), 1)
     chars = np.cumsum((encoded & 0xC0) != 0x80, dtype=np.int32)  # bytes that begin a character
     return (start + chars[np.minimum(begins, len(encoded) - 1)] - 1).tolist()
-
-
-@lru_cache(maxsize=2)
-def _token_lengths(tokenizer: Tokenizer) -> np.ndarray:
-    return np.array([len(tokenizer.raw_bytes(token)) for token in range(tokenizer.vocab_size)], dtype=np.int64)
 
 
 def _bounds(text: str, at: int) -> tuple[int, int]:
@@ -134,8 +125,11 @@ def _bounds(text: str, at: int) -> tuple[int, int]:
     return start, max(end, at + 1)
 
 
-def _passage(document: Document, start: int, end: int, strength: float) -> Passage:
-    return Passage(document, start, end, _page(document, start), document.text.count("\n", 0, start) + 1, strength)
+def _passage(source: Source, start: int, end: int, strength: float) -> Passage:
+    document = source.document
+    line = document.text.count("\n", 0, start) + 1
+    excerpt = document.text[start:end].strip()
+    return Passage(source.label, document.name, start, end, _page(document, start), line, round(strength, 4), excerpt)
 
 
 def _page(document: Document, at: int) -> int:
@@ -161,7 +155,7 @@ def _look_up(text: str, documents: Sequence[Document]) -> Quote:
     pattern = re.compile(r"\s+".join(map(re.escape, words)), re.IGNORECASE)
     for document in documents:
         if found := pattern.search(_plain(document.text)):
-            return Quote(text, document, _page(document, found.start()))
+            return Quote(text, document.name, _page(document, found.start()))
     return Quote(text, None, None)
 
 

@@ -59,6 +59,10 @@ class Probe:
     prompt: list[int]
     questions: list[Question]
 
+    def __len__(self) -> int:
+        """Tokens that the longest question needs, answered."""
+        return len(self.prompt) + max(len(q.ids) + len(q.answer) for q in self.questions)
+
 
 def build_probe(tokenizer: PromptTokenizer, prompts: PromptBuilder) -> Probe:
     """The test in a model's own tokens and chat template."""

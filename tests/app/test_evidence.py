@@ -6,7 +6,7 @@ import pytest
 from app.chat import Selection
 from app.documents import Document, Page
 from app.embedded import embedded_model_path
-from app.evidence import Source, char_offsets, locate, passages, quotes
+from app.evidence import Source, char_offsets, find_ids, passages, quotes
 from app.tokenizer import Tokenizer
 from models.evidence import Looked
 
@@ -26,7 +26,8 @@ def _document(*pages, name="notes.txt"):
 
 
 def _source(tokenizer, selection, start=7):
-    return Source(selection, tokenizer.encode_text(selection.text.strip(), start=False), start)
+    ids = tokenizer.encode_text(selection.text.strip(), start=False)
+    return Source(selection.label, selection.document, selection.text, selection.start, ids, start)
 
 
 def test_offsets_count_characters_not_bytes(tokenizer):
@@ -39,12 +40,12 @@ def test_offsets_count_characters_not_bytes(tokenizer):
     assert places == sorted(places)
 
 
-def test_a_selection_is_found_at_whole_ids_only(tokenizer):
-    document = _document("abc")
+def test_ids_are_found_whole_only():
     prompt = [0, 1 << 8, 0, 5, 6, 7]
-    assert locate(prompt, [(Selection.whole(document), [5, 6])])[0].start == 3
-    assert locate(prompt, [(Selection.whole(document), [1, 0])]) == []
-    assert locate(prompt, [(Selection.whole(document), [])]) == []
+    assert find_ids(prompt, [5, 6]) == 3
+    assert find_ids(prompt, [0, 1 << 8, 0, 5, 6, 7]) == 0
+    assert find_ids(prompt, [1, 0]) is None
+    assert find_ids(prompt, []) is None
 
 
 def test_the_passage_with_most_attention_comes_first(tokenizer):
@@ -90,7 +91,7 @@ def test_quotes_are_looked_up_word_for_word():
         'It says "the gate is painted - and left." and \u00abIt\'s a long way home\u00bb; "the gate is closed now". '
         'A "short term" is none.\n\n> He said: The gate\n> is painted\n'
     )
-    found = {quote.text: (quote.document and quote.document.name, quote.page) for quote in quotes(answer, [document])}
+    found = {quote.text: (quote.name, quote.page) for quote in quotes(answer, [document])}
     assert found == {
         "the gate is painted - and left.": ("a.txt", 1),
         "It's a long way home": ("a.txt", 2),
