@@ -8,7 +8,7 @@ import torch
 
 from kernels.act_quant import ACT_QUANT
 from kernels.attention_decode import KV4_DECODE
-from kernels.attention_prefill import ATTENTION, BLOCKS
+from kernels.attention_prefill import ATTENTION, BLOCKS, WINDOW
 from kernels.attention_window import WINDOW_DECODE
 from kernels.int8_gemm import INT8_GEMM
 from kernels.kv4_pack import KV4_LAYOUT
@@ -26,9 +26,10 @@ def kernel_report(device: torch.device, shape: CacheShape) -> list[dict[str, Any
         (ACT_QUANT, {}),
         (PLACE, {}),
         (ATTENTION, {"head_dim": shape.head_dim, "dtype": shape.compute_dtype}),
+        (WINDOW, {"head_dim": shape.head_dim, "dtype": shape.compute_dtype, "exact": shape.exact_dtype}),
         (BLOCKS, {"head_dim": shape.head_dim, "bits": shape.bits, "dtype": shape.compute_dtype}),
     ]
-    if not any(shape.retrieval_heads):
+    if any(shape.streaming_heads):
         asked.append((WINDOW_DECODE, {"head_dim": shape.head_dim, "dtype": shape.exact_dtype}))
     if shape.bits == 4:
         packed = {"head_dim": shape.head_dim, "group": shape.group}

@@ -10,6 +10,8 @@ from kernels.act_quant import ACT_QUANT
 from kernels.act_quant import native as act_native
 from kernels.act_quant import ref as act_ref
 from kernels.attention_prefill import blocks
+from kernels.attention_window import native as window_native
+from kernels.attention_window import ref as window_ref
 from kernels.int8_gemm import native as gemm_native
 from kernels.int8_gemm import ref as gemm_ref
 from kernels.kv4_pack import native as pack_native
@@ -157,6 +159,47 @@ def test_a_chunk_over_blocks_equals_the_reference(sizes, d, group, heads):
         outs.append(torch.cat(parts))
     want, got = outs
     assert (got - want).norm() <= 5e-3 * want.norm()  # bf16 products
+
+
+@_needs(blocks.declines_window(CPU, 64, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize(
+    ("sizes", "d", "group", "sink", "recent"),
+    [
+        ((5,), 64, 3, 128, 256),
+        ((37, 91, 1, 300, 2, 512, 77), 64, 3, 128, 256),
+        ((37, 91, 1, 300, 2), 64, 3, 0, 1),
+        ((256, 256, 13), 128, 4, 4, 20),
+        ((300, 2, 300), 32, 1, 150, 100),
+        ((300, 2, 300), 256, 2, 1000, 31),
+    ],
+)
+def test_a_chunk_over_windows_equals_the_reference(sizes, d, group, sink, recent):
+    outs = []
+    for dtype in (torch.float32, torch.bfloat16):
+        shape = CacheShape((0,), (2,), group, d, sink, recent, 4, torch.float16, dtype)
+        cache = DuoCache(BlockPool(shape, 16, CPU))
+        torch.manual_seed(1)
+        parts = []
+        for n in sizes:
+            tokens = torch.randn(n, 2 * (group + 2), d) * 1.5
+            cache.begin(n)
+            parts.append(cache.attend(0, *tokens.split((2 * group, 2, 2), 1)))
+            cache.commit()
+        outs.append(torch.cat(parts))
+    want, got = outs
+    assert (got - want).norm() <= 5e-3 * want.norm()  # bf16 products
+
+
+@_needs(window_native.declines(CPU, 64, torch.float16))
+@pytest.mark.parametrize(
+    ("sink", "held", "group", "d"), [(4, 3, 1, 64), (4, 300, 3, 64), (0, 1, 5, 128), (130, 131, 4, 16)]
+)
+def test_a_query_over_a_window(sink, held, group, d):
+    q, near = torch.randn(2, 3, group, d) * 2
+    keys, values = torch.randn(2, 3, 400, d).half()
+    keys[:, held:] = values[:, held:] = torch.nan
+    out = window_native.decode(q, near, keys, values, sink, held, d**-0.5)
+    torch.testing.assert_close(out, window_ref.decode(q, near, keys, values, sink, held, d**-0.5), rtol=1e-5, atol=1e-5)
 
 
 @_needs(native.declines(act_native.SOURCE, CPU))
