@@ -82,9 +82,9 @@ def gated_quantize(product: Tensor, scale: Tensor | None, turn: Tensor | None) -
 
 
 def turned_quantize(x: Tensor, turn: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x [n, d] (used up) with every b channels rotated by turn [b, b], quantised as by `quantize_rows`."""
+    """As `ref.turned_quantize`; x is used up."""
     if turn is not None and not native.is_hadamard(turn):
-        return quantize_rows((x.unflatten(1, (-1, turn.shape[0])) @ turn).flatten(1))
+        return quantize_rows(ref.turned(x, turn))
     (n, d), block = x.shape, 0 if turn is None else turn.shape[0]
     assert x.is_contiguous() and x.dtype == torch.float32
     codes, step = torch.empty(n, d, dtype=torch.int8), torch.empty(n, 1)

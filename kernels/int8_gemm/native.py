@@ -61,6 +61,13 @@ def product(codes: Tensor, token_scale: Tensor | None, weight: Tiles, scale: Ten
     return out
 
 
+def write_product_(
+    out: Tensor, codes: Tensor, token_scale: Tensor | None, weight: Tiles, scale: Tensor, bias: Tensor | None
+) -> None:
+    """out [n, out] = `product`."""
+    _run(out, codes, token_scale, weight, scale, bias, add=False)
+
+
 def gated_product(codes: Tensor, token_scale: Tensor, weight: Tiles, scale: Tensor) -> Tensor:
     """fp32 [n, out / 2]: silu(gate) * up of the halves of `product`, in its epilogue; out is a multiple of 32."""
     n, half = codes.shape[0], scale.shape[0] // 2

@@ -94,6 +94,27 @@ def test_product_with_its_epilogue(n, inner, outer, biased):
     torch.testing.assert_close(total, want, rtol=1e-6, atol=1e-2)
 
 
+@_needs(gemm_native.declines(CPU))
+@pytest.mark.parametrize(("n", "inner", "half"), [(1, 64, 16), (1, 100, 48), (31, 576, 1536), (77, 37, 16)])
+def test_product_with_its_gate(n, inner, half):
+    codes = torch.randint(-127, 128, (n, inner), dtype=torch.int8)
+    weight = torch.randint(-127, 128, (2 * half, inner), dtype=torch.int8)
+    scale, token_scale = torch.rand(2 * half) / 1e4, torch.rand(n, 1) + 0.1
+    product = gemm_ref.matmul(codes, weight, scale) * token_scale
+    got = gemm_native.gated_product(codes, token_scale, gemm_native.prepack(weight), scale)
+    torch.testing.assert_close(got, act_ref.gated(product, None, None), rtol=1e-5, atol=1e-5)
+
+
+@_needs(act_native.declines(CPU))
+@pytest.mark.parametrize("block", [0, 16, 48, 64])
+def test_turned_codes_are_those_of_the_reference_but_for_ties(block):
+    x, turn = torch.randn(9, 192), kv4.rotation(block) if block else None
+    codes, scale = act_native.turned_quantize(x.clone(), turn)
+    want, want_scale = act_ref.turned_quantize(x.clone(), turn)
+    assert (codes.int() - want.int()).abs().max() <= 1 and (codes != want).double().mean() < 1e-3
+    torch.testing.assert_close(scale, want_scale, rtol=1e-5, atol=0)
+
+
 @_needs(rope_native.declines(CPU))
 @pytest.mark.parametrize(("n", "heads", "d"), [(1, 15, 64), (7, 5, 128), (3, 4, 96), (5, 5, 16), (2, 4, 6)])
 def test_positions_and_rotation(n, heads, d):
