@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.act_quant import ACT_QUANT
-from kernels.act_quant.ref import gated, turned, quantize_rows
+from kernels.act_quant.ref import gated, quantize_rows, turned
 from kernels.int8_gemm import INT8_GEMM
 from kernels.norm_rope import rms_norm
 from quant.formats import QuantizedWeight
