@@ -19,11 +19,12 @@ from app.config import Settings
 from app.documents import Document
 from app.engine.engine import Generation
 from app.engine.types import Done, Failed, Progress, Queued, SamplingParams, Token
+from app.engines import open_service
 from app.errors import UsageError
 from app.evidence import Passage
 from app.service import ChatService, MemoryBegins, Selection, check_request
 
-_SETTINGS = ("mode", "weights", "kv", "retrieval_ratio", "sink", "recent", "chunk", "backends")
+_SETTINGS = ("engine", "mode", "weights", "kv", "retrieval_ratio", "sink", "recent", "chunk", "backends")
 _ENDS = {
     "length": "The answer stopped at its limit of tokens.",
     "loop": "The answer was stopped: it went in circles. --temperature 0.7 or --repetition-penalty 1.1 may help.",
@@ -47,7 +48,7 @@ def ask(
 ) -> int:
     """Print an answer as it comes; gives the exit code. `documents` are FILE or FILE:FIRST-LAST."""
     check_request(question, sampling)
-    service = ChatService(settings)
+    service = open_service(settings)
     if (reconfigure := getattr(sys.stdout, "reconfigure", None)) is not None:
         reconfigure(errors="replace")  # a terminal may lack a character of the answer
     status = StatusLine(sys.stderr)
@@ -63,7 +64,7 @@ def ask(
         if as_json:
             status_now = service.status(chat)
             settings_used, begins = status_now["settings"], status_now["memory_begins"]
-            result: dict[str, Any] = done.as_dict() | {"settings": {key: settings_used[key] for key in _SETTINGS}}
+            result: dict[str, Any] = done.as_dict() | {"settings": _named(settings_used)}
             turn = chat.turns[-1] if chat.turns else None
             result["evidence"] = [asdict(passage) for passage in turn.passages] if turn else []
             result["quotes"] = [asdict(quote) for quote in turn.quotes] if turn else []
@@ -86,6 +87,10 @@ def _rests_on(passage: Passage) -> str:
     """One line that says where to look."""
     place = f"{passage.name}, page {passage.page}, line {passage.line}"
     return f"{passage.strength:.0%} from {place}: {textwrap.shorten(passage.excerpt, 100, placeholder=' …')}"
+
+
+def _named(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: settings[key] for key in _SETTINGS if key in settings}
 
 
 def open_source(service: ChatService, name: str) -> Selection:

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,9 @@ _WORDS = 12  # tokens shown of where an endless chat's memory begins
 # Between documents and question. Of 15 facts in 3,100 to 6,100 tokens of dry text the embedded model finds 10 with this
 # line and 6 with a plain rule instead; with unquantised weights and cache it does no better.
 _INSTRUCTION = "Answer from the {} above.\n\n"
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ class ChatService:
 
         `progress` gets fractions from 0 to 1; once `cancelled()` is true, Cancelled is raised.
         """
-        return len(self._ids(self._need(), _selection(document), progress, cancelled))
+        return len(self._ids(self._need(), selection_of(document), progress, cancelled))
 
     def new_chat(self, system: str | None = None) -> Chat:
         """An empty conversation, apart from every other."""
@@ -161,7 +164,7 @@ class ChatService:
         loaded = self._need()
         self._revive(loaded, chat, chat.turns)
         known = chat.token_count
-        new_ids = self._new_ids(loaded, chat.turns, chat.system, _new_sources(chat.turns, documents), question)
+        new_ids = self._new_ids(loaded, chat.turns, chat.system, new_sources(chat.turns, documents), question)
         new = len(new_ids)
         need, capacity = known + new, loaded.engine.runner.capacity
         fits = capacity is None or need < capacity
@@ -199,7 +202,7 @@ class ChatService:
             before = [t for t in chat.path(turn.parent if turn is not None else chat.head) if t.answered]
             self._revive(loaded, chat, before)
             before = [chat.tree[t.id] for t in before]
-            sources = _new_sources(before, documents)
+            sources = new_sources(before, documents)
             new_ids = tuple(self._new_ids(loaded, before, chat.system, sources, question))
             prompt = ids_of(before) + new_ids
             capacity = loaded.engine.runner.capacity
@@ -442,13 +445,7 @@ class ChatService:
         return tuple(marks)
 
     def _content(self, loaded: _Loaded, sources: Sequence[Selection], question: str) -> list[str | Encoded]:
-        content: list[str | Encoded] = []
-        for source in sources:
-            content += [f"Document: {source.title}\n\n", Encoded(self._ids(loaded, source)), "\n\n"]
-        if sources:
-            content.append(_INSTRUCTION.format("document" if len(sources) == 1 else "documents"))
-        content.append(question.strip())
-        return content
+        return content_of(sources, question, lambda source: Encoded(self._ids(loaded, source)))
 
     def _ids(
         self,
@@ -541,14 +538,26 @@ class _Loaded:
         self.engine.totals = Totals()
 
 
-def _selection(document: Document | Selection) -> Selection:
+def content_of(sources: Sequence[Selection], question: str, text_of: Callable[[Selection], T]) -> list[str | T]:
+    """A user's message: the documents, each under its title, then the question. `text_of` gives a document's text."""
+    content: list[str | T] = []
+    for source in sources:
+        content += [f"Document: {source.title}\n\n", text_of(source), "\n\n"]
+    if sources:
+        content.append(_INSTRUCTION.format("document" if len(sources) == 1 else "documents"))
+    content.append(question.strip())
+    return content
+
+
+def selection_of(document: Document | Selection) -> Selection:
+    """A document as a selection of all its pages."""
     return document if isinstance(document, Selection) else Selection.whole(document)
 
 
-def _new_sources(before: Sequence[Turn], documents: Sequence[Document | Selection] | None) -> tuple[Selection, ...]:
+def new_sources(before: Sequence[Turn], documents: Sequence[Document | Selection] | None) -> tuple[Selection, ...]:
     """Those that no turn before has read, each once."""
     seen = {source.key for turn in before for source in turn.sources}
-    chosen = {source.key: source for source in map(_selection, documents or ())}
+    chosen = {source.key: source for source in map(selection_of, documents or ())}
     return tuple(source for key, source in chosen.items() if key not in seen)
 
 
