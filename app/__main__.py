@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, get_args
 
-from app.config import Kv, Mode, Settings, Weights
+from app.config import EngineName, Kv, Mode, Settings, Weights
 from app.errors import UsageError, describe
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -157,6 +157,13 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _running_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("another server in place of the own engine")
+    group.add_argument("--engine", choices=get_args(EngineName), help=f"default {Settings.engine}")
+    group.add_argument(
+        "--base-url",
+        metavar="URL",
+        help="where a server speaks OpenAI's API, such as vLLM or SGLang; its key is read from OPENAI_API_KEY",
+    )
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads")
 
 

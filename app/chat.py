@@ -16,6 +16,7 @@ from app.documents import Document
 from app.engine.engine import Generation
 from app.engine.types import FinishReason
 from app.errors import UsageError
+from app.evidence import Passage, Quote
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ class Selection:
         return self.document.slice(self.first_page, self.last_page)
 
     @property
+    def start(self) -> int:
+        """Where the selected text begins in the document's."""
+        return self.document.pages[self.first_page - 1].start
+
+    @property
     def title(self) -> str:
         """The line that names this source in the prompt."""
         first, last = self.first_page, self.last_page
@@ -76,6 +82,8 @@ class Turn:
     parent: str | None = None
     id: str = field(default_factory=lambda: uuid4().hex[:16])
     at: float = field(default_factory=time.time)
+    passages: tuple[Passage, ...] = ()  # what the answer rests on, the strongest first
+    quotes: tuple[Quote, ...] = ()
 
 
 @dataclass(eq=False)

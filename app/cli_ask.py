@@ -7,9 +7,10 @@ import json
 import re
 import signal
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -18,10 +19,12 @@ from app.config import Settings
 from app.documents import Document
 from app.engine.engine import Generation
 from app.engine.types import Done, Failed, Progress, Queued, SamplingParams, Token
+from app.engines import open_service
 from app.errors import UsageError
+from app.evidence import Passage
 from app.service import ChatService, MemoryBegins, Selection, check_request
 
-_SETTINGS = ("mode", "weights", "kv", "retrieval_ratio", "sink", "recent", "chunk", "backends")
+_SETTINGS = ("engine", "mode", "weights", "kv", "retrieval_ratio", "sink", "recent", "chunk", "backends")
 _ENDS = {
     "length": "The answer stopped at its limit of tokens.",
     "loop": "The answer was stopped: it went in circles. --temperature 0.7 or --repetition-penalty 1.1 may help.",
@@ -45,7 +48,7 @@ def ask(
 ) -> int:
     """Print an answer as it comes; gives the exit code. `documents` are FILE or FILE:FIRST-LAST."""
     check_request(question, sampling)
-    service = ChatService(settings)
+    service = open_service(settings)
     if (reconfigure := getattr(sys.stdout, "reconfigure", None)) is not None:
         reconfigure(errors="replace")  # a terminal may lack a character of the answer
     status = StatusLine(sys.stderr)
@@ -61,18 +64,33 @@ def ask(
         if as_json:
             status_now = service.status(chat)
             settings_used, begins = status_now["settings"], status_now["memory_begins"]
-            result: dict[str, Any] = done.as_dict() | {"settings": {key: settings_used[key] for key in _SETTINGS}}
+            result: dict[str, Any] = done.as_dict() | {"settings": _named(settings_used)}
+            turn = chat.turns[-1] if chat.turns else None
+            result["evidence"] = [asdict(passage) for passage in turn.passages] if turn else []
+            result["quotes"] = [asdict(quote) for quote in turn.quotes] if turn else []
             result["forgotten_tokens"] = begins["forgotten"] if begins else 0
             print(json.dumps(result), flush=True)
         else:
             if done.finish_reason in _ENDS:
                 print(f"octavo: {_ENDS[done.finish_reason]}", file=sys.stderr)
+            for passage in chat.turns[-1].passages[:2] if chat.turns else ():
+                print(f"octavo: {_rests_on(passage)}", file=sys.stderr)
             if (begins := service.memory_begins(chat)) is not None:
                 print(f"octavo: {_forgotten(begins, chat.token_count)}", file=sys.stderr)
         return 128 + signal.SIGINT if done.finish_reason == "cancelled" else 0
     finally:
         status.clear()
         service.close()
+
+
+def _rests_on(passage: Passage) -> str:
+    """One line that says where to look."""
+    place = f"{passage.name}, page {passage.page}, line {passage.line}"
+    return f"{passage.strength:.0%} from {place}: {textwrap.shorten(passage.excerpt, 100, placeholder=' …')}"
+
+
+def _named(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: settings[key] for key in _SETTINGS if key in settings}
 
 
 def open_source(service: ChatService, name: str) -> Selection:

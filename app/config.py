@@ -14,11 +14,14 @@ from app.errors import UsageError
 Weights = Literal["w8a8", "bf16"]
 Kv = Literal["kv4", "kv8", "bf16"]
 Mode = Literal["duo", "endless"]
+EngineName = Literal["own", "openai"]
 
 EMBEDDED_MODEL = "embedded"
 DEFAULT_HUB_MODEL = "gradientai/Llama-3-8B-Instruct-Gradient-4194k"
 
 
+# What says how the own engine works, and nothing to another server.
+_OWN_ENGINE = ("mode", "weights", "kv", "pattern", "retrieval_ratio", "sink", "recent", "chunk", "threads")
 _NOT_ENDLESS = ("kv", "pattern", "retrieval_ratio", "context")
 
 
@@ -38,7 +41,8 @@ class Settings:
     `model`: None, "embedded", a hub id, a directory of safetensors, or a .gguf file. `sink`, `recent`, `chunk` and
     `context` are in tokens. `retrieval_ratio` counts only when there is a head pattern. In `mode` "endless" every head
     keeps the first `sink` and the last `recent` tokens, and the context never fills. `auth` holds "user:password",
-    `api_key` keys of the API; the command line shows both to everyone on the machine, the environment does not.
+    `api_key` keys of the API; the command line shows both to everyone on the machine, the environment does not. With
+    `engine` "openai" the server at `base_url` answers, to which `base_key` is sent; `model` is its name there.
     """
 
     model: str | None = field(default_factory=lambda: os.environ.get("OCTAVO_MODEL") or None)
@@ -56,6 +60,9 @@ class Settings:
     port: int = 7860
     auth: tuple[str, ...] = field(default_factory=lambda: _secret("OCTAVO_AUTH"), repr=False)
     api_key: tuple[str, ...] = field(default_factory=lambda: _secret("OCTAVO_API_KEY"), repr=False)
+    engine: EngineName = "own"
+    base_url: str | None = None
+    base_key: str = field(default_factory=lambda: os.environ.get("OPENAI_API_KEY", ""), repr=False)
     debug: bool = False
     library_quota: float | None = None
     cache_dir: Path = field(default_factory=lambda: _folder("OCTAVO_CACHE", "~/.cache/octavo"))
@@ -68,6 +75,11 @@ class Settings:
         _one_of("--mode", self.mode, get_args(Mode))
         _one_of("--weights", self.weights, get_args(Weights))
         _one_of("--kv", self.kv, get_args(Kv))
+        _one_of("--engine", self.engine, get_args(EngineName))
+        if (self.engine == "openai") != (self.base_url is not None):
+            raise UsageError("--engine openai and --base-url URL belong together: give both or neither.")
+        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
+            raise UsageError(f"--base-url is {self.base_url!r}; it must be such as http://127.0.0.1:8000/v1.")
         if self.model is not None and not self.model.strip():
             raise UsageError("--model is empty. Give a hub id, a directory of safetensors or a .gguf file.")
         ratio = _number("--retrieval-ratio", self.retrieval_ratio)
@@ -107,6 +119,11 @@ class Settings:
             raise UsageError(
                 f"{flag} means nothing in endless mode: no head keeps everything. Leave it out; --sink-tokens and "
                 "--recent say what is kept."
+            )
+        idle = [name for name in _OWN_ENGINE if values.get(name) is not None]
+        if values.get("engine") == "openai" and idle:
+            raise UsageError(
+                f"--{idle[0].replace('_', '-')} is for Octavo's own engine. Leave it out, or --engine openai."
             )
         return cls(**{name: value for name, value in values.items() if value is not None})
 

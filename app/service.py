@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,8 +23,10 @@ from app.engine.snapshots import SnapshotStore
 from app.engine.stats import CostModel, Totals
 from app.engine.types import Done, GenerationRequest, Mark, SamplingParams
 from app.errors import ContextTooLong, NotReady, UsageError
+from app.evidence import Source, find_ids, passages, quotes
 from app.library import Library
 from app.model import LoadProgress, OpenModel, open_model
+from app.probe import build_probe
 from app.prompt import Encoded, PromptBuilder
 
 __all__ = ["Chat", "ChatService", "MemoryBegins", "PlanView", "Selection", "Turn"]
@@ -35,6 +37,9 @@ _WORDS = 12  # tokens shown of where an endless chat's memory begins
 # Between documents and question. Of 15 facts in 3,100 to 6,100 tokens of dry text the embedded model finds 10 with this
 # line and 6 with a plain rule instead; with unquantised weights and cache it does no better.
 _INSTRUCTION = "Answer from the {} above.\n\n"
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -144,7 +149,7 @@ class ChatService:
 
         `progress` gets fractions from 0 to 1; once `cancelled()` is true, Cancelled is raised.
         """
-        return len(self._ids(self._need(), _selection(document), progress, cancelled))
+        return len(self._ids(self._need(), selection_of(document), progress, cancelled))
 
     def new_chat(self, system: str | None = None) -> Chat:
         """An empty conversation, apart from every other."""
@@ -159,7 +164,7 @@ class ChatService:
         loaded = self._need()
         self._revive(loaded, chat, chat.turns)
         known = chat.token_count
-        new_ids = self._new_ids(loaded, chat.turns, chat.system, _new_sources(chat.turns, documents), question)
+        new_ids = self._new_ids(loaded, chat.turns, chat.system, new_sources(chat.turns, documents), question)
         new = len(new_ids)
         need, capacity = known + new, loaded.engine.runner.capacity
         fits = capacity is None or need < capacity
@@ -197,7 +202,7 @@ class ChatService:
             before = [t for t in chat.path(turn.parent if turn is not None else chat.head) if t.answered]
             self._revive(loaded, chat, before)
             before = [chat.tree[t.id] for t in before]
-            sources = _new_sources(before, documents)
+            sources = new_sources(before, documents)
             new_ids = tuple(self._new_ids(loaded, before, chat.system, sources, question))
             prompt = ids_of(before) + new_ids
             capacity = loaded.engine.runner.capacity
@@ -206,12 +211,14 @@ class ChatService:
             turn_id = (turn or chat.begin(question)).id
             chat.update(turn_id, sources=sources, prompt_ids=new_ids)
             marks = self._marks(loaded, prompt, len(prompt) - len(new_ids), sources)
-            request = GenerationRequest(prompt, sampling, loaded.stop_ids, chat.id, marks)
+            read = [source for t in before for source in t.sources] + list(sources)
+            request = GenerationRequest(prompt, sampling, loaded.stop_ids, chat.id, marks, evidence=bool(read))
 
             def keep(done: Done) -> None:
                 ids = tuple(loaded.prompts.answer_ids(done.token_ids, loaded.stop_ids))
                 said = {"answer_ids": ids, "answer": done.text, "finish_reason": done.finish_reason}
-                chat.update(turn_id, answered=bool(done.token_ids), **said)
+                rests = self._evidence(loaded, prompt, read, done)
+                chat.update(turn_id, answered=bool(done.token_ids), **said, **rests)
 
             generation = loaded.engine.submit(request, keep)
             chat.follow(generation)
@@ -233,9 +240,12 @@ class ChatService:
             prompt = ids_of([chat.tree[t.id] for t in turns])
             turn = chat.tree[turn_id]
 
+            documents = [source.document for t in turns for source in t.sources]
+
             def keep(done: Done) -> None:
                 ids = turn.answer_ids + tuple(loaded.prompts.answer_ids(done.token_ids, loaded.stop_ids))
-                chat.update(turn_id, answer_ids=ids, answer=loaded.text(ids), finish_reason=done.finish_reason)
+                said = {"answer_ids": ids, "answer": loaded.text(ids), "finish_reason": done.finish_reason}
+                chat.update(turn_id, **said, quotes=tuple(quotes(loaded.text(ids), documents)))
 
             generation = self._submit(loaded, prompt, sampling, chat.id, keep)
             chat.follow(generation)
@@ -378,6 +388,22 @@ class ChatService:
             raise self.load_error
         raise NotReady("The service is closed." if self._closed else "The model is still loading. Try again soon.")
 
+    def _evidence(
+        self, loaded: _Loaded, prompt: Sequence[int], read: Sequence[Selection], done: Done
+    ) -> dict[str, tuple[Any, ...]]:
+        """A turn's passages and quotes: what an answer rests on among what its prompt holds, and what it quotes."""
+        sources = []
+        for source in read:
+            if not source.document.pages:  # its text is gone from the library
+                continue
+            ids = self._ids(loaded, source)
+            start = find_ids(prompt, ids)
+            if start is not None:
+                document = source.document
+                sources.append(Source(source.label, document, source.text, source.start, ids, start))
+        found = passages(done.looked, sources, loaded.model.tokenizer) if done.looked is not None else []
+        return {"passages": tuple(found), "quotes": tuple(quotes(done.text, [s.document for s in sources]))}
+
     def _new_ids(
         self,
         loaded: _Loaded,
@@ -410,24 +436,16 @@ class ChatService:
         self, loaded: _Loaded, prompt: Sequence[int], start: int, sources: Sequence[Selection]
     ) -> tuple[Mark, ...]:
         """Where each document ends in a prompt whose tokens from `start` on hold them in this order."""
-        marks, ids = [], np.asarray(prompt, dtype=np.int64)
+        marks = []
         for source in sources:
-            wanted = np.asarray(self._ids(loaded, source), dtype=np.int64)
-            for at in start + np.flatnonzero(ids[start:] == wanted[0]) if len(wanted) else ():
-                if np.array_equal(ids[at : at + len(wanted)], wanted):
-                    start = int(at) + len(wanted)
-                    marks.append(Mark(start, source.label))
-                    break
+            ids = self._ids(loaded, source)
+            if (at := find_ids(prompt[start:], ids)) is not None:
+                start += at + len(ids)
+                marks.append(Mark(start, source.label))
         return tuple(marks)
 
     def _content(self, loaded: _Loaded, sources: Sequence[Selection], question: str) -> list[str | Encoded]:
-        content: list[str | Encoded] = []
-        for source in sources:
-            content += [f"Document: {source.title}\n\n", Encoded(self._ids(loaded, source)), "\n\n"]
-        if sources:
-            content.append(_INSTRUCTION.format("document" if len(sources) == 1 else "documents"))
-        content.append(question.strip())
-        return content
+        return content_of(sources, question, lambda source: Encoded(self._ids(loaded, source)))
 
     def _ids(
         self,
@@ -503,7 +521,13 @@ class _Loaded:
         return " ".join(text.split())
 
     def warm_up(self) -> None:
-        """Read and write a little, so that the first question pays for nothing and its time can be told."""
+        """Read and write a little, so that the first question pays for nothing and its time can be told.
+
+        The reading test goes first: it shows which heads tell what an answer rests on.
+        """
+        probe = build_probe(self.model.tokenizer, self.prompts)
+        if self.model.runner.capacity is None or len(probe) < self.model.runner.capacity:
+            self.model.runner.find_evidence_heads(probe.prompt, probe.questions)
         runner = self.model.runner
         length = min(runner.chunk, _WARM_UP_TOKENS)
         if runner.capacity is not None:
@@ -514,14 +538,26 @@ class _Loaded:
         self.engine.totals = Totals()
 
 
-def _selection(document: Document | Selection) -> Selection:
+def content_of(sources: Sequence[Selection], question: str, text_of: Callable[[Selection], T]) -> list[str | T]:
+    """A user's message: the documents, each under its title, then the question. `text_of` gives a document's text."""
+    content: list[str | T] = []
+    for source in sources:
+        content += [f"Document: {source.title}\n\n", text_of(source), "\n\n"]
+    if sources:
+        content.append(_INSTRUCTION.format("document" if len(sources) == 1 else "documents"))
+    content.append(question.strip())
+    return content
+
+
+def selection_of(document: Document | Selection) -> Selection:
+    """A document as a selection of all its pages."""
     return document if isinstance(document, Selection) else Selection.whole(document)
 
 
-def _new_sources(before: Sequence[Turn], documents: Sequence[Document | Selection] | None) -> tuple[Selection, ...]:
+def new_sources(before: Sequence[Turn], documents: Sequence[Document | Selection] | None) -> tuple[Selection, ...]:
     """Those that no turn before has read, each once."""
     seen = {source.key for turn in before for source in turn.sources}
-    chosen = {source.key: source for source in map(_selection, documents or ())}
+    chosen = {source.key: source for source in map(selection_of, documents or ())}
     return tuple(source for key, source in chosen.items() if key not in seen)
 
 

@@ -75,6 +75,11 @@ static inline void turn(float *x, int size) {
         hadamard(x, size);
 }
 
+/* x / (1 + e^-x). */
+static inline __m512 silu_ps(__m512 x) {
+    return _mm512_div_ps(x, _mm512_add_ps(exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), x)), _mm512_set1_ps(1.f)));
+}
+
 #ifdef __AMX_TILE__
 
 /* All eight tiles with 16 rows of 64 bytes; each thread sets its own and releases them. */

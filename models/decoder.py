@@ -14,7 +14,7 @@ from models.config import ModelConfig
 from models.rope import EndlessRope, Rope
 from models.turn import gated_turn
 from quant import kv4
-from quant.w8a8 import Head, Linear
+from quant.w8a8 import Head, Linear, Rows
 
 
 @dataclass
@@ -58,6 +58,7 @@ class Decoder:
         self.rope: Rope | EndlessRope = Rope(config.rope, config.head_dim, config.max_positions)
         self._rotation = kv4.rotation(config.head_dim).to(self.device)
         self._gated_turn = None if turn is None else gated_turn(config.intermediate_size).to(self.device)
+        self._heads = config.num_heads + 2 * config.num_kv_heads
         self._placing = PLACE.choose(self.device).backend.run
         # On a CPU a slice of rows stays in the cores' own caches through a whole block; a GPU wants them all.
         self._rows = 512 if self.device.type == "cpu" else 1 << 30
@@ -85,8 +86,14 @@ class Decoder:
             x = x @ self.turn
         spans = [slice(i, min(i + self._rows, n)) for i in range(0, n, self._rows)]
         for index, layer in enumerate(self.layers):
-            parts = [self._project(layer, x[rows], table[rows], cache.shape.rotated) for rows in spans]
-            heads = parts[0] if len(parts) == 1 else torch.cat(parts)
+            if len(spans) == 1:
+                heads = layer.qkv(self._normed(layer, x)).unflatten(1, (-1, self.config.head_dim))
+                self._place(layer, heads, table, cache.shape.rotated)
+            else:
+                heads = torch.empty(n, self._heads, self.config.head_dim, device=self.device)
+                for rows in spans:
+                    layer.qkv.write_to(heads[rows].flatten(1), self._normed(layer, x[rows]))
+                    self._place(layer, heads[rows], table[rows], cache.shape.rotated)
             q, k, v = heads.split((self.config.num_heads, self.config.num_kv_heads, self.config.num_kv_heads), 1)
             attended = cache.attend(index, q, k, v)
             for rows in spans:
@@ -102,11 +109,12 @@ class Decoder:
             hidden = hidden @ self.turn.T
         return self.head(self.head.prepare_normed(hidden, self.norm, self.config.norm_eps))
 
-    def _project(self, layer: Layer, x: Tensor, table: Tensor, rotated: bool) -> Tensor:
-        """q, k and v heads [n, heads + 2 kv_heads, d] with positions, retrieval heads of q and k rotated."""
+    def _normed(self, layer: Layer, x: Tensor) -> Rows:
+        return layer.qkv.prepare_normed(x, layer.attention_norm, self.config.norm_eps)
+
+    def _place(self, layer: Layer, heads: Tensor, table: Tensor, rotated: bool) -> None:
+        """Positions for q and k of heads [n, heads + 2 kv_heads, d], and rotation for retrieval heads; in place."""
         config = self.config
-        product = layer.qkv(layer.qkv.prepare_normed(x, layer.attention_norm, config.norm_eps))
-        heads = product.unflatten(1, (-1, config.head_dim))
         with_positions = config.num_heads + config.num_kv_heads
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = heads[:, : config.num_heads], heads[:, config.num_heads : with_positions]
@@ -118,11 +126,14 @@ class Decoder:
             ((0, with_positions),) if kept == config.num_heads else ((0, kept), (config.num_heads, layer.retrieval))
         )
         self._placing.place(heads, table, with_positions, turned if rotated and kept else (), self._rotation)
-        return heads
 
     def _mlp(self, layer: Layer, x: Tensor) -> None:
         """x += down(silu(gate) * up), in place."""
         rows = layer.gate_up.prepare_normed(x, layer.mlp_norm, self.config.norm_eps)
+        active = layer.gate_up.gated(rows)
+        if active is not None:
+            layer.down.add_to(x, layer.down.prepare_turned(active, self._gated_turn))
+            return
         if layer.gate_up.bias is None:
             product, scale = layer.gate_up.raw(rows)
         else:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.act_quant import ACT_QUANT
-from kernels.act_quant.ref import gated, quantize_rows
+from kernels.act_quant.ref import gated, quantize_rows, turned
 from kernels.int8_gemm import INT8_GEMM
 from kernels.norm_rope import rms_norm
 from quant.formats import QuantizedWeight
@@ -49,6 +49,15 @@ class Linear(Head, Protocol):
 
         scale [n, 1]: the product's factor a token, where `raw` left it out.
         """
+
+    def gated(self, rows: Rows) -> Tensor | None:
+        """silu(gate) * up [n, out / 2] of the halves of the output, where that is one pass; else None."""
+
+    def prepare_turned(self, x: Tensor, turn: Tensor | None) -> Rows:
+        """As `prepare` of x [n, in], which is used up, with every b channels rotated by turn [b, b]."""
+
+    def write_to(self, out: Tensor, rows: Rows) -> None:
+        """out [n, out] = the layer's output."""
 
     def raw(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
         """The product before its scale a token [n, 1] and the bias, and that scale, for callers that fold it."""
@@ -89,6 +98,21 @@ class W8A8Linear:
 
     def prepare_gated(self, product: Tensor, scale: Tensor | None, turn: Tensor | None) -> Rows:
         return Rows(*self._quant.gated_quantize(product, scale, turn))
+
+    def gated(self, rows: Rows) -> Tensor | None:
+        if not hasattr(self._gemm, "gated_product") or self.bias is not None or self._scale.shape[0] % 32:
+            return None
+        out: Tensor = self._gemm.gated_product(rows.values, rows.scale, self._weight, self._scale)
+        return out
+
+    def prepare_turned(self, x: Tensor, turn: Tensor | None) -> Rows:
+        return Rows(*self._quant.turned_quantize(x, turn))
+
+    def write_to(self, out: Tensor, rows: Rows) -> None:
+        if hasattr(self._gemm, "write_product_"):
+            self._gemm.write_product_(out, rows.values, rows.scale, self._weight, self._scale, self.bias)
+        else:
+            out.copy_(self(rows))
 
     def raw(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
         return self._gemm.matmul(rows.values, self._weight, self._scale), rows.scale
@@ -156,6 +180,15 @@ class DenseLinear:
     def prepare_gated(self, product: Tensor, scale: Tensor | None, turn: Tensor | None) -> Rows:
         out = gated(product, scale, turn)
         return Rows((out if scale is None else out.mul_(scale)).to(self._weight.dtype))
+
+    def gated(self, rows: Rows) -> Tensor | None:
+        return None
+
+    def prepare_turned(self, x: Tensor, turn: Tensor | None) -> Rows:
+        return self.prepare(turned(x, turn))
+
+    def write_to(self, out: Tensor, rows: Rows) -> None:
+        out.copy_(self(rows))
 
     def raw(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
         return F.linear(rows.values, self._weight).float(), None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from app.engine.types import Memory
+from models.evidence import Question
 
 CHATML = (
     "{% for message in messages %}"
@@ -62,6 +63,7 @@ class FakeSlot:
     script: list[int]
     cached: int
     closed: bool = False
+    watched: bool = False
 
     @property
     def length(self) -> int:
@@ -82,6 +84,12 @@ class FakeSlot:
         self.ids.append(token_id)
         assert self.runner.capacity is None or self.length <= self.runner.capacity
         return self.runner.logits(self.script[0])
+
+    def watch(self) -> None:
+        self.watched = True
+
+    def looked(self) -> None:
+        assert self.watched and not self.closed
 
     def publish(self, chat_id: str) -> None:
         self._close()
@@ -108,6 +116,9 @@ class FakeRunner:
     open_slots: int = 0
     starts: int = 0
     read: int = 0
+
+    def find_evidence_heads(self, prompt: list[int], questions: list[Question]) -> None:
+        assert not self.starts
 
     def start(self, prompt_ids: Sequence[int], chat_id: str | None, marks: Any = (), tell: Any = None) -> FakeSlot:
         prompt = tuple(prompt_ids)

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from app.api.errors import ApiError, body_of
+from app.api.errors import ApiError, body_of, error_response
 from app.engine.engine import Generation
 from app.engine.types import Done, Event, Failed, FinishReason, Progress, Queued, Token, Usage
 
@@ -97,7 +97,16 @@ def text_shape(model: str) -> Shape:
 async def respond(
     request: Request, start: Callable[[], Generation], shape: Shape, stream: bool, with_usage: bool
 ) -> Response:
-    """Start an answer and send it; a client that goes away ends it. Raises what starting it raises."""
+    """Start an answer and send it, or what went wrong; a client that goes away ends it."""
+    try:
+        return await _respond(request, start, shape, stream, with_usage)
+    except Exception as error:  # told here: the framework closes the connection after an error that it did not expect
+        return error_response(error)
+
+
+async def _respond(
+    request: Request, start: Callable[[], Generation], shape: Shape, stream: bool, with_usage: bool
+) -> Response:
     events = Events(await asyncio.to_thread(start))
     try:
         first = await _next(request, events)  # what fails at once is told by its status

@@ -34,6 +34,7 @@ from app.engine.types import (
     Usage,
 )
 from app.errors import ContextTooLong, OctavoError
+from models.evidence import Looked, Question
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class Slot(Protocol):
     def length(self) -> int: ...
     def prefill(self, chunk_ids: Sequence[int]) -> torch.Tensor | None: ...
     def decode(self, token_id: int) -> torch.Tensor: ...
+    def watch(self) -> None: ...
+    def looked(self) -> Looked | None: ...
     def publish(self, chat_id: str) -> None: ...
     def discard(self) -> None: ...
 
@@ -65,6 +68,7 @@ class Runner(Protocol):
         self, prompt_ids: Sequence[int], chat_id: str | None, marks: Sequence[Mark], tell: Callable[[int], None]
     ) -> Slot: ...
     def known(self, prompt_ids: Sequence[int]) -> tuple[int, int]: ...
+    def find_evidence_heads(self, prompt: list[int], questions: list[Question]) -> None: ...
     def memory(self) -> Memory: ...
     def close(self) -> None: ...
 
@@ -271,8 +275,11 @@ class Engine:
         try:
             endless = self.runner.capacity is None
             answer = _Answer(job, slot, room, self._detok_factory(request.sampling.stop), endless)
+            if request.evidence:
+                slot.watch()
             logits = answer.read(self.runner.chunk, self.cost)
             reason = "cancelled" if logits is None else answer.write(logits)
+            looked = slot.looked() if request.evidence else None
             if request.chat_id is not None and slot.length:
                 slot.publish(request.chat_id)
             else:
@@ -284,7 +291,13 @@ class Engine:
         usage = Usage(len(prompt), slot.cached, len(answer.ids))
         answer.add_to(self.totals, usage)
         return Done(
-            reason, "".join(answer.parts), tuple(answer.ids), usage, answer.timings(Timings()), self.runner.memory()
+            reason,
+            "".join(answer.parts),
+            tuple(answer.ids),
+            usage,
+            answer.timings(Timings()),
+            self.runner.memory(),
+            looked,
         )
 
 

@@ -33,6 +33,7 @@ from models.cache.snapshot import VERSION, Snapshot
 from models.checkpoint import Checkpoint
 from models.decoder import Decoder
 from models.errors import PoolExhausted
+from models.evidence import Looked, Question, Watch, find_heads, weigh
 from models.fingerprint import fingerprint
 from models.heads import HeadPattern
 from models.rope import EndlessRope, Rope
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CHECKPOINT_S = 20.0  # a long prefill is saved this often, so that a crash costs no more of it
+_EVIDENCE_HEADS = 4  # query heads
 _CHATS = 4  # full contexts that the pool holds when memory allows, so that chats do not push each other out
 
 
@@ -57,6 +59,7 @@ class Slot:
         self.cached = cache.length
         self._ids: list[int] = prompt[: cache.length].tolist()
         self._early: tuple[list[int], SequenceCache] | None = None
+        self._watch: Watch | None = None
 
     @property
     def length(self) -> int:
@@ -85,6 +88,8 @@ class Slot:
                 chunk_ids = chunk_ids[early:]
             if self.length > self.cached:
                 self._early = list(self._ids), self._cache.fork()
+            if self._watch is not None and isinstance(self._cache, DuoCache):
+                self._cache.watch = self._watch
         logits = self._read(chunk_ids)
         if time.monotonic() - self._saved_at > CHECKPOINT_S and self.length < len(self._prompt):
             self._save()
@@ -93,6 +98,17 @@ class Slot:
     def decode(self, token_id: int) -> Tensor:
         """Reads one token; fp32 logits [vocabulary] for the next."""
         return self._read((token_id,))
+
+    def watch(self) -> None:
+        """From the answer's first token on, keeps what tells where it looks."""
+        if self._runner.evidence_heads:
+            self._watch = Watch(self._runner.evidence_heads)
+
+    def looked(self) -> Looked | None:
+        """Where in the prompt the answer looked so far; None without `watch`, or before there is an answer."""
+        if self._watch is None or not isinstance(self._cache, DuoCache) or self._cache.watch is None:
+            return None
+        return weigh(self._cache, self._watch, len(self._prompt))
 
     def _read(self, ids: Sequence[int]) -> Tensor:
         runner = self._runner
@@ -124,6 +140,8 @@ class Slot:
         self._save()
         if self._early is not None:
             self._runner.prefixes.keep(*self._early, chat_id)
+        if isinstance(self._cache, DuoCache):
+            self._cache.watch = None
         self._runner.prefixes.keep(self._ids, self._cache, chat_id)
 
     def discard(self) -> None:
@@ -151,6 +169,7 @@ class Runner:
         self.chunk = chunk
         self.prefixes = PrefixStore()
         self.snapshots = snapshots
+        self.evidence_heads: list[tuple[int, int]] = []
         self._settings = settings
         self._newest: SequenceCache | None = None
 
@@ -218,6 +237,11 @@ class Runner:
                 self.prefixes.keep(prompt[:length], cache.fork(), None)
                 return cache
         return None
+
+    def find_evidence_heads(self, prompt: list[int], questions: list[Question]) -> None:
+        """Takes a reading test to learn which heads tell what an answer rests on; call it before any request runs."""
+        if any(self.pool.shape.retrieval_heads):
+            self.evidence_heads = find_heads(self.decoder, self.pool, prompt, questions, _EVIDENCE_HEADS)
 
     def make_room(self, take: Callable[[], T]) -> T:
         """Does what takes blocks, letting go of the oldest kept prefixes where the pool is full."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from models.evidence import Looked
+
 FinishReason = Literal["stop", "length", "cancelled", "loop"]
 
 
@@ -38,6 +40,7 @@ class GenerationRequest:
     """One answer to generate: prompt token ids, how to sample, which ids end it, whose cache it may reuse.
 
     What was read up to a mark is kept, in memory and on disk, for every request that begins the same.
+    `evidence` asks for where in the prompt the answer looked.
     """
 
     prompt_ids: tuple[int, ...]
@@ -45,6 +48,7 @@ class GenerationRequest:
     stop_ids: frozenset[int] = frozenset()
     chat_id: str | None = None
     marks: tuple[Mark, ...] = ()
+    evidence: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,9 +121,10 @@ class Done:
     usage: Usage
     timings: Timings
     memory: Memory
+    looked: Looked | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, without the token ids."""
+        """Plain data for JSON, without the token ids and where the answer looked."""
         return {
             "answer": self.text,
             "finish_reason": self.finish_reason,

@@ -7,7 +7,7 @@ import re
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 
 from app.chat import Chat, Selection, Turn
 from app.documents import Document
+from app.evidence import Passage, Quote
 from app.library.files import read_json, write_whole
 
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -164,6 +165,7 @@ def _plain(turn: Turn, place: Callable[[tuple[int, ...]], list[int]]) -> dict[st
     ]
     names = ("id", "parent", "question", "answer", "finish_reason", "answered", "error", "at")
     said = {name: getattr(turn, name) for name in names}
+    said |= {"passages": [asdict(p) for p in turn.passages], "quotes": [asdict(q) for q in turn.quotes]}
     return said | {"sources": sources, "prompt": place(turn.prompt_ids), "ids": place(turn.answer_ids)}
 
 
@@ -193,6 +195,8 @@ def _turn(entry: dict[str, Any], documents: dict[str, Document | None], ids: byt
         entry["parent"],
         entry["id"],
         entry["at"],
+        tuple(Passage(**passage) for passage in entry["passages"]),
+        tuple(Quote(**quote) for quote in entry["quotes"]),
     )
 
 

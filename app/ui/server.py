@@ -88,9 +88,9 @@ def serve(settings: Settings) -> None:
             " or --api-key KEY for programs."
         )
     sock = bind(settings.host, settings.port)
-    from app.service import ChatService
+    from app.engines import open_service
 
-    service = ChatService(settings)
+    service = open_service(settings)
     try:
         app = create_app(service, settings)
         level = "info" if settings.debug else "warning"

@@ -205,11 +205,9 @@ def status(facts: dict[str, Any] | None) -> str:
         return '<div class="oc-foot"></div>'
     memory = facts["memory"]
     held = memory["weights_bytes"] + memory["retrieval_kv_bytes"] + memory["streaming_kv_bytes"]
-    line = [
-        _context(facts, " / "),
-        f"Memory {size(held)}",
-        f"{facts['ms_per_token']:.0f} ms per token",
-    ]
+    line = [_context(facts, " / "), f"{facts['ms_per_token']:.0f} ms per token"]
+    if held:  # another server's memory is not known
+        line.insert(1, f"Memory {size(held)}")
     shown = "".join(f"<span>{escape(item)}</span>" for item in line)
     notes = escape(f"{facts['note']} {facts['pattern']}".strip())
     return (
@@ -225,6 +223,8 @@ def _context(facts: dict[str, Any], of: str) -> str:
     if capacity is not None:
         return f"Context {used:,}{of}{capacity:,}"
     begins, settings = facts["memory_begins"], facts["settings"]
+    if "recent" not in settings:
+        return f"Context {used:,}, of how many tokens is not known"
     if not begins:
         return f"Context {used:,}, endless: the last {settings['recent']:,} are remembered"
     return f"Context {used:,}, endless: {begins['forgotten']:,} forgotten"
@@ -238,11 +238,8 @@ def _engine_table(facts: dict[str, Any]) -> str:
         "Note": facts["note"],
         "Heads": facts["pattern"],
         "Context": _context(facts, " of ").removeprefix("Context "),
-        "Weights": f"{size(memory['weights_bytes'])} ({settings.pop('weights', '')})",
-        "Cache of retrieval heads": f"{size(memory['retrieval_kv_bytes'])} ({settings.pop('kv', '')})",
-        "Cache of streaming heads": size(memory["streaming_kv_bytes"]),
-        "Peak memory": size(memory["peak_bytes"]),
-        "Reading": f"{facts['prefill_tokens_per_s']:,.0f} tokens/s",
+        **(_memory_rows(memory, settings) if memory["weights_bytes"] else {}),
+        "Reading": f"{facts['prefill_tokens_per_s']:,.0f} tokens/s" if facts["prefill_tokens_per_s"] else "",
         "Writing": f"{facts['ms_per_token']:.1f} ms per token",
         **{_name(key): str(value) for key, value in settings.items()},
         **{f"Kernel: {_name(key).lower()}": str(value) for key, value in kernels.items()},
@@ -251,6 +248,15 @@ def _engine_table(facts: dict[str, Any]) -> str:
         f"<tr><th scope=row>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows.items() if value
     )
     return f"<h2>What the engine does</h2><table>{body}</table>"
+
+
+def _memory_rows(memory: dict[str, int], settings: dict[str, Any]) -> dict[str, str]:
+    return {
+        "Weights": f"{size(memory['weights_bytes'])} ({settings.pop('weights', '')})",
+        "Cache of retrieval heads": f"{size(memory['retrieval_kv_bytes'])} ({settings.pop('kv', '')})",
+        "Cache of streaming heads": size(memory["streaming_kv_bytes"]),
+        "Peak memory": size(memory["peak_bytes"]),
+    }
 
 
 def _name(key: str) -> str:

@@ -37,6 +37,21 @@ void quantize_rows(const float *x, const float *weight, int8_t *codes, float *sc
     }
 }
 
+/* Every `block` channels of x [d] turned in place (0: none), then quantised; gives the scale back. */
+static float turn_and_quantize(float *x, i64 d, int block, int8_t *codes) {
+    for (i64 i = 0; block && i < d; i += block) turn(x + i, block);
+    __m512 largest = _mm512_setzero_ps();
+    for (i64 i = 0; i < d; i += LANES)
+        largest = _mm512_max_ps(largest, _mm512_abs_ps(_mm512_maskz_loadu_ps(lanes(d - i), x + i)));
+    return quantize(x, NULL, codes, d, _mm512_reduce_max_ps(largest));
+}
+
+/* x [n, d], used up. */
+void turned_quantize(float *x, int8_t *codes, float *scale, i64 n, i64 d, int block, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (n > 1)
+    for (i64 row = 0; row < n; row++) scale[row] = turn_and_quantize(x + row * d, d, block, codes + row * d);
+}
+
 /* product [n, 2 d] (gate, up), used up: silu(gate factor) up, every `block` channels turned (0: none), quantised. */
 void gated_quantize(float *product, const float *factor, int8_t *codes, float *scale, i64 n, i64 d, int block,
                     int threads) {
@@ -46,14 +61,9 @@ void gated_quantize(float *product, const float *factor, int8_t *codes, float *s
         for (i64 i = 0; i < d; i += LANES) {
             __mmask16 mask = lanes(d - i);
             __m512 g = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, gate + i), _mm512_set1_ps(own));
-            __m512 below = _mm512_add_ps(exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), g)), _mm512_set1_ps(1.f));
-            __m512 out = _mm512_mul_ps(_mm512_div_ps(g, below), _mm512_maskz_loadu_ps(mask, up + i));
+            __m512 out = _mm512_mul_ps(silu_ps(g), _mm512_maskz_loadu_ps(mask, up + i));
             _mm512_mask_storeu_ps(gate + i, mask, out);
         }
-        for (i64 i = 0; block && i < d; i += block) turn(gate + i, block);
-        __m512 largest = _mm512_setzero_ps();
-        for (i64 i = 0; i < d; i += LANES)
-            largest = _mm512_max_ps(largest, _mm512_abs_ps(_mm512_maskz_loadu_ps(lanes(d - i), gate + i)));
-        scale[row] = quantize(gate, NULL, codes + row * d, d, _mm512_reduce_max_ps(largest)) * own;
+        scale[row] = turn_and_quantize(gate, d, block, codes + row * d) * own;
     }
 }

@@ -24,7 +24,8 @@ def declines(device: torch.device) -> str | None:
 def _functions():  # type: ignore[no-untyped-def]
     rows = native.function(SOURCE, "quantize_rows", *[c_void_p] * 4, *[c_int64] * 3, c_int, c_float, c_int)
     gated = native.function(SOURCE, "gated_quantize", *[c_void_p] * 4, *[c_int64] * 2, *[c_int] * 2)
-    return rows, gated
+    turned = native.function(SOURCE, "turned_quantize", *[c_void_p] * 3, *[c_int64] * 2, *[c_int] * 2)
+    return rows, gated, turned
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,4 +78,16 @@ def gated_quantize(product: Tensor, scale: Tensor | None, turn: Tensor | None) -
         0 if turn is None else turn.shape[0],
         torch.get_num_threads(),
     )
+    return codes, step
+
+
+def turned_quantize(x: Tensor, turn: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `ref.turned_quantize`; x is used up."""
+    if turn is not None and not native.is_hadamard(turn):
+        return quantize_rows(ref.turned(x, turn))
+    (n, d), block = x.shape, 0 if turn is None else turn.shape[0]
+    assert x.is_contiguous() and x.dtype == torch.float32
+    codes, step = torch.empty(n, d, dtype=torch.int8), torch.empty(n, 1)
+    threads = torch.get_num_threads()
+    _functions()[2](x.data_ptr(), codes.data_ptr(), step.data_ptr(), n, d, block, threads)
     return codes, step

@@ -33,7 +33,17 @@ def gated(product: Tensor, scale: Tensor | None, turn: Tensor | None) -> Tensor:
     if scale is not None:
         gate.mul_(scale)
     out = F.silu(gate, inplace=True).mul_(up)
-    return out if turn is None else (out.unflatten(1, (-1, turn.shape[0])) @ turn).flatten(1)
+    return turned(out, turn)
+
+
+def turned(x: Tensor, turn: Tensor | None) -> Tensor:
+    """Every b channels of x [n, d] rotated by turn [b, b] (None: as they are)."""
+    return x if turn is None else (x.unflatten(1, (-1, turn.shape[0])) @ turn).flatten(1)
+
+
+def turned_quantize(x: Tensor, turn: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`turned`, quantised a token at a time; x may be used up."""
+    return quantize_rows(turned(x, turn))
 
 
 def gated_quantize(product: Tensor, scale: Tensor | None, turn: Tensor | None) -> tuple[Tensor, Tensor]:

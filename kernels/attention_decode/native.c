@@ -129,6 +129,21 @@ static void see_exact(const float *q, int count, int d, const uint16_t *k, const
     }
 }
 
+/* Makes `count` queries from `from` [count, d] ready. */
+static inline void take(const float *from, int count, int d, float scale, float *own, float *total) {
+    for (int i = 0; i < count; i++) {
+        total[i] = 0;
+        for (int c = 0; c < d; c++) total[i] += own[i * d + c] = from[i * d + c] * scale;
+    }
+}
+
+static inline void clear(State *state, int count, int d) {
+    for (int i = 0; i < count; i++) {
+        state->most[i] = -INFINITY, state->sum[i] = 0;
+        memset(state->out[i], 0, d * 4);
+    }
+}
+
 /* out [heads, group, d] of q [heads, group, d]: exact tokens fp16 [heads, exact_head], then blocks table[0 ..];
    strides of the packed blocks in bytes (scales: in halves). */
 void decode(const float *q, float *out, const uint16_t *exact_k, const uint16_t *exact_v, i64 exact_head, i64 exact,
@@ -145,13 +160,8 @@ void decode(const float *q, float *out, const uint16_t *exact_k, const uint16_t 
         int count = (int)least(QUERIES, group - team * QUERIES);
         float own[QUERIES * WIDEST], total[QUERIES];
         State *state = states + task;
-        for (int i = 0; i < count; i++) {
-            const float *from = q + (head * group + team * QUERIES + i) * d;
-            total[i] = 0;
-            for (int c = 0; c < d; c++) total[i] += own[i * d + c] = from[c] * scale;
-            state->most[i] = -INFINITY, state->sum[i] = 0;
-            memset(state->out[i], 0, d * 4);
-        }
+        take(q + (head * group + team * QUERIES) * d, count, d, scale, own, total);
+        clear(state, count, d);
         for (i64 t = 0; stretch == 0 && t < exact; t += BLOCK)
             see_exact(own, count, d, exact_k + head * exact_head + t * d, exact_v + head * exact_head + t * d,
                       (int)least(BLOCK, exact - t), state);
@@ -181,4 +191,29 @@ void decode(const float *q, float *out, const uint16_t *exact_k, const uint16_t 
         for (int c = 0; c < d; c++) to[c] /= sum;
     }
     free(states);
+}
+
+/* One query a head over a window as it lies: k, v fp16 [heads, stride], of which `held` tokens are seen; the first `sink`
+   of them meet `near` [heads, group, d], the others q. */
+void decode_window(const float *q, const float *near, float *out, const uint16_t *k, const uint16_t *v, i64 stride,
+                   i64 sink, i64 held, i64 heads, int group, int d, float scale, int threads) {
+    i64 teams = parts(group, QUERIES);
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (heads * teams > 1)
+    for (i64 task = 0; task < heads * teams; task++) {
+        i64 head = task / teams, team = task % teams, row = head * group + team * QUERIES;
+        int count = (int)least(QUERIES, group - team * QUERIES);
+        float own[QUERIES * WIDEST], total[QUERIES];
+        State state;
+        clear(&state, count, d);
+        i64 ends[2] = {least(sink, held), held};
+        for (int part = 0, t = 0; part < 2; part++) {
+            take((part ? q : near) + row * d, count, d, scale, own, total);
+            for (int step; t < ends[part]; t += step) {
+                step = (int)least(BLOCK, ends[part] - t);
+                see_exact(own, count, d, k + head * stride + t * d, v + head * stride + t * d, step, &state);
+            }
+        }
+        for (int i = 0; i < count; i++)
+            for (int c = 0; c < d; c++) out[(row + i) * d + c] = state.out[i][c] / state.sum[i];
+    }
 }

@@ -16,6 +16,10 @@ ATTENTION = Kernel(
 )
 
 BLOCKS = Kernel("attention_blocks", (Backend("native", blocks, blocks.declines), Backend("merged parts", None, always)))
+WINDOW = Kernel(
+    "attention_chunk_window",
+    (Backend("native", blocks, blocks.declines_window), Backend("masked tiles", None, always)),
+)
 
 
 def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:

@@ -111,9 +111,10 @@ typedef struct {
     float *out; /* [ROWS, d] */
 } State;
 
-/* 32 queries see `width` (a multiple of 32, at most 128) keys; row i those from first + i to last + i - 1. */
+/* 32 queries see `width` (a multiple of 32, at most 128) keys: row i those from first + i to last + i - 1 that lie below
+   `limit`. */
 static inline void see(const uint16_t *q, const uint32_t *keys, const uint32_t *values, int d, int width, int first,
-                       int last, State *state) {
+                       int last, int limit, State *state) {
     float scores[ROWS * BLOCK] __attribute__((aligned(64)));
     uint16_t weights[ROWS * BLOCK] __attribute__((aligned(64)));
     for (int t = 0; t < width; t += 32) {
@@ -137,13 +138,13 @@ static inline void see(const uint16_t *q, const uint32_t *keys, const uint32_t *
         _tile_stored(2, scores + 16 * BLOCK + t, BLOCK * 4);
         _tile_stored(3, scores + 16 * BLOCK + t + 16, BLOCK * 4);
     }
-    int whole = first + ROWS - 1 <= 0 && last >= width;
+    int whole = first + ROWS - 1 <= 0 && last >= width && limit >= width;
     for (int i = 0; i < ROWS; i++) {
         float *row = scores + i * BLOCK;
         if (!whole) {
             __m512 none = _mm512_set1_ps(-INFINITY);
             for (int t = 0; t < width; t += LANES) {
-                i64 from = most(first + i - t, 0), end = most(last + i - t, 0);
+                i64 from = most(first + i - t, 0), end = most(least(last + i, limit) - t, 0);
                 __mmask16 seen = lanes(end) & (from >= LANES ? 0 : (__mmask16)(0xffffu << from));
                 _mm512_store_ps(row + t, _mm512_mask_load_ps(none, seen, row + t));
             }
@@ -286,10 +287,66 @@ void attend_blocks(const float *q, i64 q_stride, float *out, i64 out_stride, con
                     int row = i % 4 * ROWS;
                     if (start + row + ROWS <= 0 || start + row >= n) continue;
                     int width = own ? row + ROWS : BLOCK;
-                    see(r.q + i * ROWS * d, r.keys, r.values, d, width, -ROWS, own ? row + 1 : BLOCK, r.states + i);
+                    see(r.q + i * ROWS * d, r.keys, r.values, d, width, -ROWS, own ? row + 1 : BLOCK, BLOCK, r.states + i);
                 }
             }
             for (int i = 0; i < count; i++)
+                give(r.states + i, out + (head * group + i / 4) * d, out_stride, start + i % 4 * ROWS, 0, n, d);
+        }
+        _tile_release();
+        free(r.all);
+    }
+}
+
+/* A task's queries see those of `count` keys (laid out) that are theirs; first and last as in
+   `see`, for the first of the group's 128 rows. */
+static void see_range(const Room *r, int group, int d, i64 count, i64 first, i64 last, i64 start, i64 n) {
+    for (int i = 0; i < group * (BLOCK / ROWS); i++) {
+        int row = i % (BLOCK / ROWS) * ROWS;
+        if (start + row >= n) continue;
+        i64 from = most(first + row, 0) / 32 * 32, end = least(last + row + ROWS - 1, count);
+        if (from >= end) continue;
+        i64 width = parts(end - from, 32) * 32;
+        see(r->q + i * ROWS * d, r->keys + from / 16 * (d / 32) * WORDS, r->values + from / 32 * (d / 16) * WORDS, d,
+            (int)width, (int)most(first + row - from, -BLOCK), (int)least(last + row - from, 2 * BLOCK),
+            (int)(count - from), r->states + i);
+    }
+}
+
+/* Streaming heads. A query sees the first `sinks` tokens and the `recent` newest ones, its own among them.
+
+   run_k, run_v: fp16 [heads, run_stride], tokens from position length - held on; sink_k, sink_v: [heads, sink_stride].
+   Positions below `sink` are seen as sinks only. */
+void attend_window(const float *q, i64 q_stride, float *out, i64 out_stride, const uint16_t *run_k,
+                   const uint16_t *run_v, i64 run_stride, const uint16_t *sink_k, const uint16_t *sink_v,
+                   i64 sink_stride, i64 sink, i64 recent, i64 held, i64 length, i64 n, i64 heads, int group, int d,
+                   float scale, int threads) {
+    i64 blocks = parts(n, BLOCK), sinks = least(sink, length + n), origin = length - held;
+#pragma omp parallel num_threads(threads)
+    {
+        Room r = room(group, d);
+        set_tiles();
+#pragma omp for schedule(dynamic, 1)
+        for (i64 task = 0; task < blocks * heads; task++) {
+            i64 start = task / heads * BLOCK, head = task % heads, at = length + start, end = least(start + BLOCK, n);
+            const float *from = q + head * group * d;
+            for (int i = 0; i < group * (BLOCK / ROWS); i++) {
+                take_queries(from + i / 4 * d, q_stride, start + i % 4 * ROWS, 0, n, d, scale * 1.44269504f,
+                             r.q + i * ROWS * d);
+                clear(r.states + i, d);
+            }
+            for (i64 t = 0; t < least(sinks, length + end); t += BLOCK) {
+                i64 count = least(BLOCK, sinks - t), where = head * sink_stride + t * d;
+                lay_exact(sink_k + where, sink_v + where, count, d, r.keys, r.values);
+                see_range(&r, group, d, count, -BLOCK, at + 1 - t, start, n);
+            }
+            i64 stop = length + end - origin;
+            for (i64 t = most(most(at - recent + 1, sink) - origin, 0); t < stop; t += BLOCK) {
+                i64 count = least(BLOCK, stop - t), where = head * run_stride + t * d;
+                lay_exact(run_k + where, run_v + where, count, d, r.keys, r.values);
+                see_range(&r, group, d, count, at - recent + 1 - origin - t, at + 1 - origin - t, start, n);
+            }
+            for (int i = 0; i < group * (BLOCK / ROWS); i++)
                 give(r.states + i, out + (head * group + i / 4) * d, out_stride, start + i % 4 * ROWS, 0, n, d);
         }
         _tile_release();

@@ -25,24 +25,24 @@ def declines(device: torch.device, head_dim: int, bits: int, dtype: torch.dtype)
     return native.declines(SOURCE, device, matrix_units=True) or pack.declines(device, head_dim)
 
 
+def declines_window(device: torch.device, head_dim: int, dtype: torch.dtype, exact: torch.dtype) -> str | None:
+    """Serves windows kept in fp16 on x86 processors with AMX, where attention runs in bf16."""
+    if dtype != torch.bfloat16 or exact != torch.float16:
+        return "for windows in float16 and attention in bfloat16"
+    if head_dim % 32 or head_dim > 256:
+        return f"head size {head_dim} is not a multiple of 32 up to 256"
+    return native.declines(SOURCE, device, matrix_units=True)
+
+
 @cache
-def _function():  # type: ignore[no-untyped-def]
+def _functions():  # type: ignore[no-untyped-def]
     where, size, number = c_void_p, c_int64, c_int
     exact = (where, where, size)
+    last = (number, number, c_float, number)
+    window = native.function(SOURCE, "attend_window", *(where, size) * 2, *exact, *exact, *[size] * 6, *last)
     pool = (where, size, size, where, size, size, size, where, size, size, where)
-    return native.function(
-        SOURCE,
-        "attend_blocks",
-        *(where, size) * 2,
-        *exact,
-        *exact,
-        *pool,
-        *[size] * 3,
-        number,
-        number,
-        c_float,
-        number,
-    )
+    blocks = native.function(SOURCE, "attend_blocks", *(where, size) * 2, *exact, *exact, *pool, *[size] * 3, *last)
+    return blocks, window
 
 
 def attend(
@@ -54,22 +54,11 @@ def attend(
     [heads, 128, d], the sequence's first block. packed: table[i] is where block i + 1 lies, the chunk's included.
     """
     (n, rows, d), heads = q.shape, own[0].shape[0]
-    assert q.dtype == torch.float32 and q.stride()[1:] == (d, 1)
-    for keys, values in (own, first):
-        assert keys.dtype == values.dtype == torch.float16
-        assert keys.stride() == values.stride() and keys.stride()[1:] == (d, 1)
     out = torch.empty(n, rows, d)
-    _function()(
-        q.data_ptr(),
-        q.stride(0),
-        out.data_ptr(),
-        rows * d,
-        own[0].data_ptr(),
-        own[1].data_ptr(),
-        own[0].stride(0),
-        first[0].data_ptr(),
-        first[1].data_ptr(),
-        first[0].stride(0),
+    _functions()[0](
+        *_queries(q, out),
+        *_exact(own, d),
+        *_exact(first, d),
         *pack.pool_arguments(packed.keys, packed.values, packed.scales),
         packed.table.data_ptr(),
         length,
@@ -81,3 +70,50 @@ def attend(
         torch.get_num_threads(),
     )
     return out
+
+
+def attend_window(
+    q: Tensor,
+    run: tuple[Tensor, Tensor],
+    sinks: tuple[Tensor, Tensor],
+    sink: int,
+    recent: int,
+    length: int,
+    scale: float,
+) -> Tensor:
+    """fp32 [n, heads * group, d] of queries q behind `length` tokens, over sinks and a window; products are in bf16.
+
+    run: keys and values fp16 [heads, held + n, d], the chunk's behind those that its first query still sees; sinks:
+    [heads, at least min(sink, length + n), d]. A query sees the first `sink` tokens and the `recent` newest, as far as
+    they are not behind it; its own counts.
+    """
+    (n, rows, d), heads = q.shape, run[0].shape[0]
+    out = torch.empty(n, rows, d)
+    _functions()[1](
+        *_queries(q, out),
+        *_exact(run, d),
+        *_exact(sinks, d),
+        sink,
+        recent,
+        run[0].shape[1] - n,
+        length,
+        n,
+        heads,
+        rows // heads,
+        d,
+        scale,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def _queries(q: Tensor, out: Tensor) -> tuple[int, ...]:
+    assert q.dtype == torch.float32 and q.stride()[1:] == (q.shape[2], 1)
+    return q.data_ptr(), q.stride(0), out.data_ptr(), out.stride(0)
+
+
+def _exact(pair: tuple[Tensor, Tensor], d: int) -> tuple[int, ...]:
+    keys, values = pair
+    assert keys.dtype == values.dtype == torch.float16
+    assert keys.stride() == values.stride() and keys.stride()[1:] == (d, 1)
+    return keys.data_ptr(), values.data_ptr(), keys.stride(0)

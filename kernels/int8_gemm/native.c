@@ -70,18 +70,17 @@ static void one_row(const uint8_t *raised, const int8_t *tiles, const int32_t *s
     }
 }
 
-/* Up to 32 rows of codes [.., stride] against a panel. */
-static inline void block(const int8_t *codes, i64 stride, i64 rows, const int8_t *tiles, i64 steps, i64 row, i64 n,
-                         const Epilogue *e) {
-    int32_t sums[WIDTH * WIDTH] __attribute__((aligned(64)));
+/* Up to 32 rows of codes [.., stride] against two tiles a step, each `pitch` bytes behind the last: sums [32, 32]. */
+static inline void block(const int8_t *codes, i64 stride, i64 rows, const int8_t *left, const int8_t *right, i64 pitch,
+                         i64 steps, int32_t *sums) {
     int both = rows > 16;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (i64 step = 0; step < steps; step++, tiles += 2 * TILE, codes += STEP) {
-        _tile_loadd(6, tiles, 64);
-        _tile_loadd(7, tiles + TILE, 64);
+    for (i64 step = 0; step < steps; step++, left += pitch, right += pitch, codes += STEP) {
+        _tile_loadd(6, left, 64);
+        _tile_loadd(7, right, 64);
         _tile_loadd(4, codes, stride);
         _tile_dpbssd(0, 4, 6);
         _tile_dpbssd(1, 4, 7);
@@ -97,48 +96,116 @@ static inline void block(const int8_t *codes, i64 stride, i64 rows, const int8_t
         _tile_stored(2, sums + 16 * WIDTH, 4 * WIDTH);
         _tile_stored(3, sums + 16 * WIDTH + 16, 4 * WIDTH);
     }
-    for (i64 i = 0; i < rows; i++)
-        for (int t = 0; t < 2 && n + 16 * t < e->outer; t++)
-            finish(e, _mm512_load_si512(sums + i * WIDTH + 16 * t), row + i, n + 16 * t);
 }
 
-/* out (+)= (codes [rows, inner] weight^T) scale row_scale + bias; tiles and sums come from prepack. */
-void matmul(const int8_t *codes, const int8_t *tiles, const int32_t *sums, const float *scale, const float *row_scale,
-            const float *bias, float *out, i64 rows, i64 inner, i64 outer, int add, int threads) {
-    i64 panels = parts(outer, WIDTH), steps = parts(inner, STEP), padded = steps * STEP;
-    Epilogue e = {scale, row_scale, bias, out, outer, add};
+/* Codes as tiles read them, whole rows and whole steps: what does not fill them lies in a copy, padded with zeros. */
+typedef struct {
+    const int8_t *codes;
+    int8_t *copy;
+    i64 whole, inner, padded, rows;
+} Left;
+
+static Left pad(const int8_t *codes, i64 rows, i64 inner) {
+    Left left = {codes, NULL, 0, inner, parts(inner, STEP) * STEP, rows};
+    left.whole = left.padded == inner ? rows / 32 * 32 : 0;
+    i64 rest = rows - left.whole, room = parts(rest, 32) * 32;
+    if (room) left.copy = aligned_alloc(64, room * left.padded);
+    for (i64 i = 0; i < room; i++) {
+        i64 filled = i < rest ? inner : 0;
+        if (filled) memcpy(left.copy + i * left.padded, codes + (left.whole + i) * inner, inner);
+        memset(left.copy + i * left.padded + filled, 0, left.padded - filled);
+    }
+    return left;
+}
+
+static inline const int8_t *at_row(const Left *left, i64 row) {
+    return row < left->whole ? left->codes + row * left->inner : left->copy + (row - left->whole) * left->padded;
+}
+
+/* The rows of a thread's part, whole tiles: the same ones that other kernels give it, for its caches' sake. */
+static inline i64 part_of(i64 rows, int part, int threads) { return least(rows, parts(rows * part / threads, 32) * 32); }
+
+static void multiply(const int8_t *codes, const int8_t *tiles, const int32_t *column_sums, i64 rows, i64 inner,
+                     int threads, const Epilogue *e) {
+    i64 panels = parts(e->outer, WIDTH), steps = parts(inner, STEP), padded = steps * STEP;
     if (rows == 1) {
         uint8_t *raised = aligned_alloc(64, padded);
         for (i64 k = 0; k < inner; k++) raised[k] = (uint8_t)codes[k] ^ 0x80;
         memset(raised + inner, 0x80, padded - inner); /* a zero, against weights that are zero */
 #pragma omp parallel for num_threads(threads) schedule(static)
-        for (i64 part = 0; part < threads; part++)
-            one_row(raised, tiles, sums, steps, panels * part / threads, panels * (part + 1) / threads, &e);
+        for (int part = 0; part < threads; part++)
+            one_row(raised, tiles, column_sums, steps, panels * part / threads, panels * (part + 1) / threads, e);
         free(raised);
         return;
     }
-    /* Tiles read whole rows and whole steps: rows that do not fill them are copied to where they do. */
-    i64 whole = padded == inner ? rows / 32 * 32 : 0, rest = rows - whole;
-    int8_t *copy = rest ? aligned_alloc(64, parts(rest, 32) * 32 * padded) : NULL;
-    for (i64 i = 0; i < parts(rest, 32) * 32 && rest; i++) {
-        i64 filled = i < rest ? inner : 0;
-        if (filled) memcpy(copy + i * padded, codes + (whole + i) * inner, inner);
-        memset(copy + i * padded + filled, 0, padded - filled);
-    }
-    i64 slabs = parts(rows, ROWS);
-#pragma omp parallel num_threads(threads)
-    {
+    Left left = pad(codes, rows, inner);
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int part = 0; part < threads; part++) {
+        int32_t sums[WIDTH * WIDTH] __attribute__((aligned(64)));
+        i64 last = part_of(rows, part + 1, threads);
         set_tiles();
-#pragma omp for schedule(dynamic, 4)
-        for (i64 task = 0; task < slabs * panels; task++) {
-            i64 slab = task / panels, panel = task % panels, end = least(rows, (slab + 1) * ROWS);
-            for (i64 row = slab * ROWS; row < end; row += 32) {
-                const int8_t *from = row < whole ? codes + row * inner : copy + (row - whole) * padded;
-                block(from, padded, least(32, end - row), tiles + panel * steps * 2 * TILE, steps, row, panel * WIDTH,
-                      &e);
+        for (i64 slab = part_of(rows, part, threads); slab < last; slab += ROWS)
+            for (i64 panel = 0; panel < panels; panel++) {
+                const int8_t *at = tiles + panel * steps * 2 * TILE;
+                for (i64 row = slab; row < least(last, slab + ROWS); row += 32) {
+                    i64 count = least(32, last - row), n = panel * WIDTH;
+                    block(at_row(&left, row), padded, count, at, at + TILE, 2 * TILE, steps, sums);
+                    for (i64 i = 0; i < count; i++)
+                        for (int t = 0; t < 2 && n + 16 * t < e->outer; t++)
+                            finish(e, _mm512_load_si512(sums + i * WIDTH + 16 * t), row + i, n + 16 * t);
+                }
             }
-        }
         _tile_release();
     }
-    free(copy);
+    free(left.copy);
+}
+
+/* out (+)= (codes [rows, inner] weight^T) scale row_scale + bias; tiles and column_sums come from prepack. */
+void matmul(const int8_t *codes, const int8_t *tiles, const int32_t *column_sums, const float *scale,
+            const float *row_scale, const float *bias, float *out, i64 rows, i64 inner, i64 outer, int add,
+            int threads) {
+    Epilogue e = {scale, row_scale, bias, out, outer, add};
+    multiply(codes, tiles, column_sums, rows, inner, threads, &e);
+}
+
+/* out [rows, half] = silu(gate) up, where gate is the first half of the product's columns (a multiple of 16). */
+void gated_matmul(const int8_t *codes, const int8_t *tiles, const int32_t *column_sums, const float *scale,
+                  const float *row_scale, float *out, i64 rows, i64 inner, i64 half, int threads) {
+    i64 steps = parts(inner, STEP), padded = steps * STEP;
+    if (rows == 1) {
+        float *both = aligned_alloc(64, parts(8 * half, 64) * 64);
+        Epilogue e = {scale, row_scale, NULL, both, 2 * half, 0};
+        multiply(codes, tiles, column_sums, rows, inner, threads, &e);
+        for (i64 i = 0; i < half; i += LANES)
+            _mm512_storeu_ps(out + i, _mm512_mul_ps(silu_ps(_mm512_loadu_ps(both + i)), _mm512_loadu_ps(both + half + i)));
+        free(both);
+        return;
+    }
+    Left left = pad(codes, rows, inner);
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int part = 0; part < threads; part++) {
+        int32_t sums[WIDTH * WIDTH] __attribute__((aligned(64)));
+        i64 last = part_of(rows, part + 1, threads);
+        set_tiles();
+        for (i64 slab = part_of(rows, part, threads); slab < last; slab += ROWS)
+            for (i64 n = 0; n < half; n += 16) {
+                i64 gate = n / 16, up = (half + n) / 16;
+                const int8_t *left_tile = tiles + (gate / 2 * steps * 2 + gate % 2) * TILE;
+                const int8_t *right_tile = tiles + (up / 2 * steps * 2 + up % 2) * TILE;
+                __m512 gate_scale = _mm512_loadu_ps(scale + n), up_scale = _mm512_loadu_ps(scale + half + n);
+                for (i64 row = slab; row < least(last, slab + ROWS); row += 32) {
+                    i64 count = least(32, last - row);
+                    block(at_row(&left, row), padded, count, left_tile, right_tile, 2 * TILE, steps, sums);
+                    for (i64 i = 0; i < count; i++) {
+                        __m512 own = _mm512_set1_ps(row_scale[row + i]);
+                        __m512 g = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(sums + i * WIDTH)), gate_scale);
+                        __m512 u = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(sums + i * WIDTH + 16)), up_scale);
+                        g = silu_ps(_mm512_mul_ps(g, own));
+                        _mm512_storeu_ps(out + (row + i) * half + n, _mm512_mul_ps(g, _mm512_mul_ps(u, own)));
+                    }
+                }
+            }
+        _tile_release();
+    }
+    free(left.copy);
 }

@@ -33,7 +33,8 @@ def declines(device: torch.device) -> str | None:
 def _functions():  # type: ignore[no-untyped-def]
     prepack = native.function(SOURCE, "prepack", *[c_void_p] * 3, *[c_int64] * 2)
     matmul = native.function(SOURCE, "matmul", *[c_void_p] * 7, *[c_int64] * 3, *[c_int] * 2)
-    return prepack, matmul
+    gated = native.function(SOURCE, "gated_matmul", *[c_void_p] * 6, *[c_int64] * 3, c_int)
+    return prepack, matmul, gated
 
 
 def prepack(weight: Tensor) -> Tiles:
@@ -57,6 +58,33 @@ def product(codes: Tensor, token_scale: Tensor | None, weight: Tiles, scale: Ten
     """fp32 [n, out] = (codes [n, in] @ weight^T) * scale [out] * token_scale [n, 1] + bias [out]."""
     out = torch.empty(codes.shape[0], scale.shape[0])
     _run(out, codes, token_scale, weight, scale, bias, add=False)
+    return out
+
+
+def write_product_(
+    out: Tensor, codes: Tensor, token_scale: Tensor | None, weight: Tiles, scale: Tensor, bias: Tensor | None
+) -> None:
+    """out [n, out] = `product`."""
+    _run(out, codes, token_scale, weight, scale, bias, add=False)
+
+
+def gated_product(codes: Tensor, token_scale: Tensor, weight: Tiles, scale: Tensor) -> Tensor:
+    """fp32 [n, out / 2]: silu(gate) * up of the halves of `product`, in its epilogue; out is a multiple of 32."""
+    n, half = codes.shape[0], scale.shape[0] // 2
+    assert codes.is_contiguous() and codes.shape[1] == weight.inner and scale.shape[0] % 32 == 0
+    out = torch.empty(n, half)
+    _functions()[2](
+        codes.data_ptr(),
+        weight.codes.data_ptr(),
+        weight.sums.data_ptr(),
+        scale.data_ptr(),
+        token_scale.data_ptr(),
+        out.data_ptr(),
+        n,
+        weight.inner,
+        half,
+        torch.get_num_threads(),
+    )
     return out
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +13,13 @@ from models.cache.retrieval import RetrievalHeads
 from models.cache.shape import BLOCK
 from models.cache.streaming import ChunkMasks, StreamingHeads
 from models.errors import PoolExhausted
+
+
+class Watch(Protocol):
+    """Is shown the queries of every layer."""
+
+    def add(self, layer: int, q: Tensor) -> None:
+        """q [n, heads, d] as the cache attends with them."""
 
 
 class DuoCache:
@@ -30,6 +38,7 @@ class DuoCache:
         self._streaming = StreamingHeads(pool.shape, pool.device)
         self._chunk = 0
         self._masks: ChunkMasks | None = None
+        self.watch: Watch | None = None
 
     def reserve(self, length: int) -> None:
         """Takes the blocks that `length` tokens will need; raises PoolExhausted and takes none if they are too many."""
@@ -50,6 +59,8 @@ class DuoCache:
         Heads lie retrieval first, then streaming; q and k carry their positions already; retrieval heads are rotated.
         """
         n = q.shape[0]
+        if self.watch is not None:
+            self.watch.add(layer, q)
         kept = self.shape.retrieval_heads[layer]
         split = kept * self.shape.group
         parts = []
@@ -60,6 +71,23 @@ class DuoCache:
                 self._streaming.attend(layer, q[:, split:], k[:, kept:], v[:, kept:], self.length, self._masks)
             )
         return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).reshape(n, -1)
+
+    def keys(self, layer: int, head: int, most: int, block: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """(first token, keys [m, d]) of a retrieval head in order: of every committed token, or of one block's.
+
+        Packed keys come at most `most` tokens at a time, in the compute dtype; the others as they are.
+        """
+        slot = self.shape.retrieval_slots[layer].start + head
+        newest, tail = divmod(self.length, BLOCK)
+        if block in (None, 0):
+            yield 0, self._retrieval.keys[slot, : min(BLOCK, self.length)]
+        first, last = (1, newest) if block is None else (block, min(block + 1, newest))
+        at = first * BLOCK
+        for keys, _ in self.pool.read(slice(slot, slot + 1), self._ids[max(first, 1) - 1 : max(last, 1) - 1], most):
+            yield at, keys[0]
+            at += keys.shape[1]
+        if newest and tail and block in (None, newest):
+            yield newest * BLOCK, self._retrieval.keys[slot, BLOCK : BLOCK + tail]
 
     def commit(self) -> None:
         """Publishes the chunk: every layer has it now."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.attention_prefill import ATTENTION, merge_
-from kernels.attention_window import WINDOW_DECODE
+from kernels.attention_window import WINDOW_STEP
 from kernels.norm_rope.ref import apply_rope
 from models.cache.shape import CacheShape
 from models.rope import EndlessRope
@@ -47,7 +47,7 @@ class EndlessCache:
         self._slots = slots
         self._scale = shape.head_dim**-0.5
         self._attend = ATTENTION.choose(device, head_dim=shape.head_dim, dtype=shape.compute_dtype).backend.run.attend
-        self._step = WINDOW_DECODE.choose(
+        self._step = WINDOW_STEP.choose(
             device, head_dim=shape.head_dim, group=shape.group, dtype=shape.exact_dtype
         ).backend.run.step
         self._clock = torch.zeros(2, dtype=torch.int64, device=device)  # slots that count, and the new token's

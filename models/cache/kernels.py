@@ -8,8 +8,8 @@ import torch
 
 from kernels.act_quant import ACT_QUANT
 from kernels.attention_decode import KV4_DECODE
-from kernels.attention_prefill import ATTENTION, BLOCKS
-from kernels.attention_window import WINDOW_DECODE
+from kernels.attention_prefill import ATTENTION, BLOCKS, WINDOW
+from kernels.attention_window import WINDOW_DECODE, WINDOW_STEP
 from kernels.int8_gemm import INT8_GEMM
 from kernels.kv4_pack import KV4_LAYOUT
 from kernels.norm_rope import PLACE
@@ -19,17 +19,21 @@ from models.cache.shape import CacheShape
 def kernel_report(device: torch.device, shape: CacheShape) -> list[dict[str, Any]]:
     """Rows of kernel, chosen, and declined {backend: reason}.
 
-    The 4-bit kernels only where the cache has 4 bits, that of windows only where nothing else is kept.
+    The 4-bit kernels only where the cache has 4 bits, those of windows only where there are some.
     """
     asked: list[tuple[Any, dict[str, Any]]] = [
         (INT8_GEMM, {}),
         (ACT_QUANT, {}),
         (PLACE, {}),
         (ATTENTION, {"head_dim": shape.head_dim, "dtype": shape.compute_dtype}),
+        (WINDOW, {"head_dim": shape.head_dim, "dtype": shape.compute_dtype, "exact": shape.exact_dtype}),
         (BLOCKS, {"head_dim": shape.head_dim, "bits": shape.bits, "dtype": shape.compute_dtype}),
     ]
+    window = {"head_dim": shape.head_dim, "dtype": shape.exact_dtype}
     if not any(shape.retrieval_heads):
-        asked.append((WINDOW_DECODE, {"head_dim": shape.head_dim, "group": shape.group, "dtype": shape.exact_dtype}))
+        asked.append((WINDOW_STEP, window | {"group": shape.group}))
+    elif any(shape.streaming_heads):
+        asked.append((WINDOW_DECODE, window))
     if shape.bits == 4:
         packed = {"head_dim": shape.head_dim, "group": shape.group}
         asked += [(KV4_LAYOUT, packed), (KV4_DECODE, packed)]

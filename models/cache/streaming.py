@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.attention_prefill import ATTENTION
+from kernels.attention_prefill import ATTENTION, WINDOW
+from kernels.attention_window import WINDOW_DECODE
+from kernels.kv4_pack.native import join_exact
 from models.cache.shape import CacheShape
 
 _TILE = 256  # queries a tile: about the usual window, so that a tile wastes little
@@ -26,7 +28,7 @@ class ChunkMasks:
     sinks: int
     pad: int  # empty keys in front of the previous window
     previous: Tensor  # slots of the previous window's tokens, oldest first
-    mask: Tensor  # [tiles, 1, tile, sinks + span], 0 or -inf
+    mask: Tensor | None  # [tiles, 1, tile, sinks + span], 0 or -inf; None where the kernel knows the window itself
     new_sinks: int  # chunk tokens that are sinks
     kept: Tensor  # chunk indices that stay in the window
     kept_slots: Tensor
@@ -44,7 +46,10 @@ class StreamingHeads:
         )
         self.values = torch.empty_like(self.keys)
         self._scale = shape.head_dim**-0.5
-        self._attend = ATTENTION.choose(device, head_dim=shape.head_dim, dtype=shape.compute_dtype).backend.run.attend
+        traits = {"head_dim": shape.head_dim, "dtype": shape.compute_dtype}
+        self._window = WINDOW.choose(device, **traits, exact=shape.exact_dtype).backend.run
+        self._decode = WINDOW_DECODE.choose(device, head_dim=shape.head_dim, dtype=shape.exact_dtype).backend.run.decode
+        self._attend = ATTENTION.choose(device, **traits).backend.run.attend
 
     def copy(self) -> StreamingHeads:
         """The same windows in buffers of their own."""
@@ -66,14 +71,7 @@ class StreamingHeads:
         span = tile + recent - 1
         held = min(recent - 1, max(length - sink, 0))
         sinks = min(sink, total)
-        queries = torch.arange(length, length + tiles * tile, device=device).view(tiles, tile, 1)
-        window = torch.arange(length - recent + 1, length + tile, device=device)
-        window = window + torch.arange(tiles, device=device)[:, None] * tile
-        window = window[:, None]
-        seen_window = (window <= queries) & (window >= sink) & (window > queries - recent)
-        seen_sinks = torch.arange(sinks, device=device) <= queries
-        mask = torch.zeros(tiles, 1, tile, sinks + span, dtype=self.shape.compute_dtype, device=device)
-        mask[:, 0].masked_fill_(~torch.cat((seen_sinks, seen_window), -1), float("-inf"))
+        mask = None if self._window is not None else self._mask(length, tile, tiles, span, sinks)
         kept = torch.arange(min(max(length, sink, total - self.shape.recent), total), total, device=device)
         return ChunkMasks(
             tile,
@@ -88,12 +86,26 @@ class StreamingHeads:
             self._slots(kept),
         )
 
+    def _mask(self, length: int, tile: int, tiles: int, span: int, sinks: int) -> Tensor:
+        sink, device, recent = self.shape.sink, self.device, span - tile + 1
+        queries = torch.arange(length, length + tiles * tile, device=device).view(tiles, tile, 1)
+        window = torch.arange(length - recent + 1, length + tile, device=device)
+        window = window + torch.arange(tiles, device=device)[:, None] * tile
+        window = window[:, None]
+        seen_window = (window <= queries) & (window >= sink) & (window > queries - recent)
+        seen_sinks = torch.arange(sinks, device=device) <= queries
+        mask = torch.zeros(tiles, 1, tile, sinks + span, dtype=self.shape.compute_dtype, device=device)
+        mask[:, 0].masked_fill_(~torch.cat((seen_sinks, seen_window), -1), float("-inf"))
+        return mask
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, length: int, plan: ChunkMasks | None) -> Tensor:
         """Appends k, v [n, heads, d] behind `length` tokens and attends with q [n, heads * group, d]; fp32 as q.
 
         `plan` may be None for a single token.
         """
         slots = self.shape.streaming_slots[layer]
+        if plan is not None and self._window is not None:
+            return self._direct(slots, q, k, v, length, plan)
         k, v = (x.transpose(0, 1).to(self.shape.exact_dtype) for x in (k, v))
         if plan is None:
             return self._one(slots, q, k, v, length)
@@ -105,9 +117,21 @@ class StreamingHeads:
         self.keys[slots, at] = k[:, 0]
         self.values[slots, at] = v[:, 0]
         held = min(length + 1, sink + recent)
-        grouped = q.view(k.shape[0], -1, q.shape[-1]) * self._scale
-        weights = torch.bmm(grouped, self.keys[slots, :held].float().transpose(1, 2)).softmax(-1)
-        return torch.bmm(weights, self.values[slots, :held].float()).view(1, -1, q.shape[-1])
+        grouped = q.view(k.shape[0], -1, q.shape[-1])
+        out: Tensor = self._decode(grouped, grouped, self.keys[slots], self.values[slots], 0, held, self._scale)
+        return out.view(1, -1, q.shape[-1])
+
+    def _direct(self, slots: slice, q: Tensor, k: Tensor, v: Tensor, length: int, plan: ChunkMasks) -> Tensor:
+        """A chunk, by a kernel that knows the window."""
+        kept = self.keys[slots], self.values[slots]
+        run = join_exact(k, v, *(x[:, plan.previous] for x in kept))
+        held, sinks = plan.previous.numel(), slice(length, length + plan.new_sinks)
+        for old, new in zip(kept, run, strict=True):
+            old[:, sinks] = new[:, held : held + plan.new_sinks]
+        out: Tensor = self._window.attend_window(q, run, kept, self.shape.sink, self.shape.recent, length, self._scale)
+        for old, new in zip(kept, run, strict=True):
+            old.index_copy_(1, plan.kept_slots, new[:, held + plan.kept])
+        return out
 
     def _many(self, slots: slice, q: Tensor, k: Tensor, v: Tensor, length: int, plan: ChunkMasks) -> Tensor:
         dtype = self.shape.compute_dtype

@@ -32,3 +32,5 @@ def test_a_fact_in_six_thousand_tokens_is_quoted(tmp_path: Path) -> None:
     assert result["settings"]["weights"] == "w8a8"
     assert result["settings"]["kv"] == "kv4"
     assert "48213" in result["answer"]
+    assert any("The magic number is 48213." in card["excerpt"] for card in result["evidence"][:2])
+    assert result["evidence"][0]["name"] == "reference.txt"

@@ -166,3 +166,22 @@ def test_a_pattern_for_another_model_is_refused():
     config = open_checkpoint(embedded_model_path()).config
     with pytest.raises(BadPattern):
         resolve_shape(config, HeadPattern(np.zeros((2, 2)), 1, 1, "other"), replace(Settings(), context=128), CPU)
+
+
+def test_an_answer_tells_where_it_looked(runner, prose_ids):
+    layer = next(at for at, kept in enumerate(runner.pool.shape.retrieval_heads) if kept)
+    runner.evidence_heads = [(layer, 0)]
+    prompt = prose_ids[:700]
+    slot = runner.start(prompt, None)
+    slot.watch()
+    logits = _read(runner, slot, prompt)
+    _greedy(slot, logits, 3)
+    looked = slot.looked()
+    assert np.array_equal(looked.positions, np.arange(700))
+    assert looked.masses.sum() == pytest.approx(1, abs=1e-3) and (looked.masses >= 0).all()
+    slot.discard()
+    unwatched = runner.start(prompt, None)
+    _read(runner, unwatched, prompt)
+    assert unwatched.looked() is None
+    unwatched.discard()
+    runner.evidence_heads = []

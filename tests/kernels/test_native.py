@@ -10,6 +10,8 @@ from kernels.act_quant import ACT_QUANT
 from kernels.act_quant import native as act_native
 from kernels.act_quant import ref as act_ref
 from kernels.attention_prefill import blocks
+from kernels.attention_window import native as window_native
+from kernels.attention_window import ref as window_ref
 from kernels.int8_gemm import native as gemm_native
 from kernels.int8_gemm import ref as gemm_ref
 from kernels.kv4_pack import native as pack_native
@@ -92,6 +94,27 @@ def test_product_with_its_epilogue(n, inner, outer, biased):
     torch.testing.assert_close(total, want, rtol=1e-6, atol=1e-2)
 
 
+@_needs(gemm_native.declines(CPU))
+@pytest.mark.parametrize(("n", "inner", "half"), [(1, 64, 16), (1, 100, 48), (31, 576, 1536), (77, 37, 16)])
+def test_product_with_its_gate(n, inner, half):
+    codes = torch.randint(-127, 128, (n, inner), dtype=torch.int8)
+    weight = torch.randint(-127, 128, (2 * half, inner), dtype=torch.int8)
+    scale, token_scale = torch.rand(2 * half) / 1e4, torch.rand(n, 1) + 0.1
+    product = gemm_ref.matmul(codes, weight, scale) * token_scale
+    got = gemm_native.gated_product(codes, token_scale, gemm_native.prepack(weight), scale)
+    torch.testing.assert_close(got, act_ref.gated(product, None, None), rtol=1e-5, atol=1e-5)
+
+
+@_needs(act_native.declines(CPU))
+@pytest.mark.parametrize("block", [0, 16, 48, 64])
+def test_turned_codes_are_those_of_the_reference_but_for_ties(block):
+    x, turn = torch.randn(9, 192), kv4.rotation(block) if block else None
+    codes, scale = act_native.turned_quantize(x.clone(), turn)
+    want, want_scale = act_ref.turned_quantize(x.clone(), turn)
+    assert (codes.int() - want.int()).abs().max() <= 1 and (codes != want).double().mean() < 1e-3
+    torch.testing.assert_close(scale, want_scale, rtol=1e-5, atol=0)
+
+
 @_needs(rope_native.declines(CPU))
 @pytest.mark.parametrize(("n", "heads", "d"), [(1, 15, 64), (7, 5, 128), (3, 4, 96), (5, 5, 16), (2, 4, 6)])
 def test_positions_and_rotation(n, heads, d):
@@ -157,6 +180,47 @@ def test_a_chunk_over_blocks_equals_the_reference(sizes, d, group, heads):
         outs.append(torch.cat(parts))
     want, got = outs
     assert (got - want).norm() <= 5e-3 * want.norm()  # bf16 products
+
+
+@_needs(blocks.declines_window(CPU, 64, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize(
+    ("sizes", "d", "group", "sink", "recent"),
+    [
+        ((5,), 64, 3, 128, 256),
+        ((37, 91, 1, 300, 2, 512, 77), 64, 3, 128, 256),
+        ((37, 91, 1, 300, 2), 64, 3, 0, 1),
+        ((256, 256, 13), 128, 4, 4, 20),
+        ((300, 2, 300), 32, 1, 150, 100),
+        ((300, 2, 300), 256, 2, 1000, 31),
+    ],
+)
+def test_a_chunk_over_windows_equals_the_reference(sizes, d, group, sink, recent):
+    outs = []
+    for dtype in (torch.float32, torch.bfloat16):
+        shape = CacheShape((0,), (2,), group, d, sink, recent, 4, torch.float16, dtype)
+        cache = DuoCache(BlockPool(shape, 16, CPU))
+        torch.manual_seed(1)
+        parts = []
+        for n in sizes:
+            tokens = torch.randn(n, 2 * (group + 2), d) * 1.5
+            cache.begin(n)
+            parts.append(cache.attend(0, *tokens.split((2 * group, 2, 2), 1)))
+            cache.commit()
+        outs.append(torch.cat(parts))
+    want, got = outs
+    assert (got - want).norm() <= 5e-3 * want.norm()  # bf16 products
+
+
+@_needs(window_native.declines(CPU, 64, torch.float16))
+@pytest.mark.parametrize(
+    ("sink", "held", "group", "d"), [(4, 3, 1, 64), (4, 300, 3, 64), (0, 1, 5, 128), (130, 131, 4, 16)]
+)
+def test_a_query_over_a_window(sink, held, group, d):
+    q, near = torch.randn(2, 3, group, d) * 2
+    keys, values = torch.randn(2, 3, 400, d).half()
+    keys[:, held:] = values[:, held:] = torch.nan
+    out = window_native.decode(q, near, keys, values, sink, held, d**-0.5)
+    torch.testing.assert_close(out, window_ref.decode(q, near, keys, values, sink, held, d**-0.5), rtol=1e-5, atol=1e-5)
 
 
 @_needs(native.declines(act_native.SOURCE, CPU))

@@ -48,7 +48,7 @@ def _read(decoder, shape, ids, sizes):
 
 class _NoPositions:
     def table(self, positions, device=None):
-        return torch.ones(len(positions), 10_000, dtype=torch.complex64)[:, : self.pairs]
+        return torch.ones(len(positions), self.pairs, dtype=torch.complex64)
 
 
 class _Definition:

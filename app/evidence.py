@@ -1,0 +1,166 @@
+"""Passages that an answer rests on, from where it looked; and whether what it quotes stands in the documents."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from app.documents import Document
+from app.engine.detokenize import TokenBytes
+from models.evidence import Looked
+
+_PASSAGE_CHARS = 500  # what a card shows
+_PARAGRAPH = re.compile(r"\n\s*\n")
+_SENTENCE = re.compile(r"(?<=[.!?\u3002\uff01\uff1f])[\"'”’)]*\s+|\n")
+_WEAK = 0.02  # share of the attention below which a passage is not worth a card
+_QUOTE = re.compile(
+    '\u201c([^\u201c\u201d]+)\u201d|\u201e([^\u201c\u201d\u201e]+)[\u201c\u201d]|"([^"\n]+)"|\u00ab([^\u00ab\u00bb]+)\u00bb'
+)
+_BLOCKQUOTE = re.compile(r"(?:^[ ]{0,3}> ?.*\n?)+", re.MULTILINE)
+_WORD = re.compile(r"\w+")
+_QUOTE_WORDS = 3  # shorter ones are names and terms
+_ALIKE = {"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2013": "-", "\u2014": "-"}
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Characters `start` to `end` of a document's text, on page `page`, from line `line` of the document (from 1).
+
+    document: its label in the library. strength: the passage's share, 0 to 1, of the attention that the answer gave to
+    all documents.
+    """
+
+    document: str
+    name: str
+    start: int
+    end: int
+    page: int
+    line: int
+    strength: float
+    excerpt: str
+
+
+@dataclass(frozen=True)
+class Quote:
+    """Words that an answer quotes, and the name and page of the document that has them; None where none has."""
+
+    text: str
+    name: str | None
+    page: int | None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A stretch of a document, `text` from character `offset` on, and its token ids, from `start` on in a prompt."""
+
+    label: str
+    document: Document
+    text: str
+    offset: int
+    ids: Sequence[int]
+    start: int
+
+
+def find_ids(prompt: Sequence[int], ids: Sequence[int]) -> int | None:
+    """Where in a prompt these ids stand; None where they do not."""
+    haystack, needle = (np.asarray(x, dtype=np.int64).tobytes() for x in (prompt, ids))
+    at = haystack.find(needle) if needle else -1
+    while at % 8 and at >= 0:  # within an id
+        at = haystack.find(needle, at + 1)
+    return at // 8 if at >= 0 else None
+
+
+def passages(looked: Looked, sources: Sequence[Source], tokenizer: TokenBytes, most: int = 4) -> list[Passage]:
+    """The passages with most attention, strongest first, at most `most`; few where the attention is spread thin."""
+    sums: dict[tuple[int, int, int], float] = {}
+    for number, source in enumerate(sources):
+        inside = (looked.positions >= source.start) & (looked.positions < source.start + len(source.ids))
+        places = char_offsets(tokenizer, source, looked.positions[inside] - source.start)
+        bounds: tuple[int, int] | None = None
+        for place, mass in zip(places, looked.masses[inside], strict=True):
+            if bounds is None or not bounds[0] <= place < bounds[1]:
+                bounds = _bounds(source.document.text, place)
+            key = number, *bounds
+            sums[key] = sums.get(key, 0.0) + float(mass)
+    total = sum(sums.values())
+    best = sorted(sums.items(), key=lambda item: (-item[1], item[0]))[:most]
+    return [
+        _passage(sources[number], start, end, mass / total)
+        for (number, start, end), mass in best
+        if mass > _WEAK * total
+    ]
+
+
+def char_offsets(tokenizer: TokenBytes, source: Source, tokens: np.ndarray) -> list[int]:
+    """The character of the document's text in which each of a source's tokens begins."""
+    start = source.offset + len(source.text) - len(source.text.lstrip())
+    encoded = np.frombuffer(source.text.strip().encode(errors="replace"), dtype=np.uint8)
+    kinds, at = np.unique(np.asarray(source.ids, dtype=np.int64), return_inverse=True)
+    ends = np.cumsum(np.array([len(tokenizer.token_bytes(token)) for token in kinds.tolist()], dtype=np.int64)[at])
+    begins = np.concatenate(([0], ends))[tokens]
+    if len(ends) and ends[-1] != len(encoded):  # a tokenizer that rewrites its text: where about
+        begins = begins * len(encoded) // max(int(ends[-1]), 1)
+    chars = np.cumsum((encoded & 0xC0) != 0x80, dtype=np.int32)  # bytes that begin a character
+    return (start + chars[np.minimum(begins, len(encoded) - 1)] - 1).tolist()
+
+
+def _bounds(text: str, at: int) -> tuple[int, int]:
+    """The passage around a character: a paragraph, or whole sentences of one that is too long for a card."""
+    reach = 8 * _PASSAGE_CHARS
+    low, high = max(0, at - reach), min(len(text), at + reach)
+    before = [found.end() for found in _PARAGRAPH.finditer(text, low, at + 1) if found.end() <= at]
+    start = before[-1] if before else low
+    after = _PARAGRAPH.search(text, at, high)
+    end = after.start() if after and after.start() > at else (after.end() if after else high)
+    while end - start > _PASSAGE_CHARS:
+        cuts = [found.end() for found in _SENTENCE.finditer(text, start, start + _PASSAGE_CHARS) if found.end() > start]
+        cut = cuts[-1] if cuts else start + _PASSAGE_CHARS
+        if at < cut:
+            return start, cut
+        start = cut
+    return start, max(end, at + 1)
+
+
+def _passage(source: Source, start: int, end: int, strength: float) -> Passage:
+    document = source.document
+    line = document.text.count("\n", 0, start) + 1
+    excerpt = document.text[start:end].strip()
+    return Passage(source.label, document.name, start, end, _page(document, start), line, round(strength, 4), excerpt)
+
+
+def _page(document: Document, at: int) -> int:
+    return document.pages[bisect_right(document.pages, at, key=lambda page: page.start) - 1].number
+
+
+def quotes(answer: str, documents: Sequence[Document]) -> list[Quote]:
+    """Each verbatim quote of an answer, found or not; line breaks and kinds of quotation mark and dash do not count."""
+    return [
+        _look_up(text, documents) for text in dict.fromkeys(_quoted(answer)) if len(_WORD.findall(text)) >= _QUOTE_WORDS
+    ]
+
+
+def _quoted(answer: str) -> Iterator[str]:
+    for block in _BLOCKQUOTE.findall(answer):
+        yield re.sub(r"^[ ]{0,3}> ?", "", block, flags=re.MULTILINE).strip()
+    for groups in _QUOTE.findall(_BLOCKQUOTE.sub("\n", answer)):
+        yield next(group for group in groups if group).strip()
+
+
+def _look_up(text: str, documents: Sequence[Document]) -> Quote:
+    words = _plain(text).rstrip(" .,;:!?\u2026").split()
+    pattern = re.compile(r"\s+".join(map(re.escape, words)), re.IGNORECASE)
+    for document in documents:
+        if found := pattern.search(_plain(document.text)):
+            return Quote(text, document.name, _page(document, found.start()))
+    return Quote(text, None, None)
+
+
+def _plain(text: str) -> str:
+    """A text with one kind of quotation mark and dash, character for character."""
+    for kind, plain in _ALIKE.items():
+        text = text.replace(kind, plain)
+    return text

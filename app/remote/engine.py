@@ -1,0 +1,178 @@
+"""Answers of an OpenAI-compatible server as the events of a Generation."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import openai
+
+from app.engine.engine import Generation, _Job
+from app.engine.stats import Totals
+from app.engine.types import Done, Failed, FinishReason, GenerationRequest, Memory, Progress, Timings, Token, Usage
+from app.errors import OctavoError
+
+_CONNECT_S = 10.0
+_NO_TOKEN = -1  # another server tells texts, not ids
+_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+
+
+class RemoteError(OctavoError):
+    """The other server cannot be reached, or refuses; says which server and what it said."""
+
+    http_status = 502
+
+
+class RemoteEngine:
+    """Sends requests to a server and gives their answers; as many at once as are asked for.
+
+    One thread runs all of them in an event loop, so that any can be cancelled at any time: the connection is closed,
+    which is how servers learn of it.
+    """
+
+    def __init__(self, base_url: str, key: str) -> None:
+        self.base_url = base_url
+        self.totals = Totals()
+        self.timings = Timings()
+        self._running: set[Future[None]] = set()
+        self._client = openai.AsyncOpenAI(
+            base_url=base_url,
+            api_key=key or "none",
+            max_retries=0,  # an answer that broke off must not begin again behind one's back
+            timeout=openai.Timeout(None, connect=_CONNECT_S),  # reading millions of tokens may take an hour
+        )
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="octavo-remote", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is on its way."""
+        return bool(self._running)
+
+    def models(self) -> list[dict[str, Any]]:
+        """What the server lists; raises RemoteError."""
+
+        async def listed() -> list[dict[str, Any]]:
+            try:
+                found = await self._client.models.list(timeout=_CONNECT_S)
+            except openai.OpenAIError as error:
+                raise self._told(error) from error
+            return [model.model_dump() for model in found.data]
+
+        return asyncio.run_coroutine_threadsafe(listed(), self._loop).result()
+
+    def submit(self, body: dict[str, Any], prompt_tokens: int, on_done: Callable[[Done], None]) -> Generation:
+        """Ask for an answer: `body` as the API has it, with "messages" or "prompt"; `prompt_tokens` is an estimate."""
+        job = _Job(GenerationRequest(()), on_done)
+        job.events.put(Progress(0, prompt_tokens, 0, 0.0, 0.0))
+        running = asyncio.run_coroutine_threadsafe(self._run(job, body), self._loop)
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+        return _RemoteGeneration(job, running)
+
+    def close(self) -> None:
+        """Cancel everything."""
+        for running in list(self._running):
+            running.cancel()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+
+    async def _run(self, job: _Job, body: dict[str, Any]) -> None:
+        answer = _Parts()
+        try:
+            event: Done | Failed
+            try:
+                await self._stream(job, body, answer)
+                event = answer.done(answer.reason)
+            except asyncio.CancelledError:
+                event = answer.done("cancelled")
+            self.timings = event.timings
+            if job.on_done is not None:
+                job.on_done(event)
+        except openai.OpenAIError as error:
+            event = Failed(self._told(error))
+        except Exception as error:
+            event = Failed(error)
+        self._count(event)
+        job.finished.set()
+        job.events.put(event)
+
+    async def _stream(self, job: _Job, body: dict[str, Any], answer: _Parts) -> None:
+        create: Any = self._client.chat.completions if "messages" in body else self._client.completions
+        async with await create.create(**body, stream=True, stream_options={"include_usage": True}) as stream:
+            async for chunk in stream:
+                answer.usage = chunk.usage or answer.usage
+                for choice in chunk.choices:
+                    text = (choice.delta.content if "messages" in body else choice.text) or ""
+                    answer.reason = _REASONS.get(choice.finish_reason or "", answer.reason)
+                    if text:
+                        answer.add(text)
+                        job.events.put(Token(text, _NO_TOKEN))
+
+    def _count(self, event: Done | Failed) -> None:
+        if isinstance(event, Failed):
+            self.totals.ended("failed")
+            return
+        self.totals.ended(event.finish_reason)
+        self.totals.prompt_tokens += event.usage.prompt_tokens
+        self.totals.cached_tokens += event.usage.cached_tokens
+        self.totals.completion_tokens += event.usage.completion_tokens
+
+    def _told(self, error: openai.OpenAIError) -> RemoteError:
+        if isinstance(error, openai.APITimeoutError | openai.APIConnectionError):
+            return RemoteError(f"{self.base_url} does not answer. Start that server, or give another --base-url.")
+        if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
+            return RemoteError(f"{self.base_url} wants another key. Set OPENAI_API_KEY to one that it knows.")
+        if isinstance(error, openai.APIStatusError):
+            told = RemoteError(f"{self.base_url} refused ({error.status_code}): {error.message}")
+            if error.status_code < 500:
+                told.http_status = error.status_code
+            return told
+        return RemoteError(f"{self.base_url} failed: {error}")
+
+
+class _Parts:
+    """An answer as it comes; what the server does not tell stays 0."""
+
+    def __init__(self) -> None:
+        self.reason: FinishReason = "stop"
+        self.usage: Any = None
+        self._texts: list[str] = []
+        self._began = time.perf_counter()
+        self._first = self._last = 0.0
+
+    def add(self, text: str) -> None:
+        self._last = time.perf_counter()
+        self._first = self._first or self._last
+        self._texts.append(text)
+
+    def done(self, reason: FinishReason) -> Done:
+        usage, written = Usage(), 0
+        if self.usage is not None:
+            details = self.usage.prompt_tokens_details
+            written = self.usage.completion_tokens
+            usage = Usage(self.usage.prompt_tokens, (details and details.cached_tokens) or 0, written)
+        writing = (self._last - self._first) * 1000 / (written - 1) if written > 1 else 0.0
+        waiting = self._first - self._began if self._first else 0.0
+        return Done(reason, "".join(self._texts), (), usage, Timings(waiting, 0.0, writing), Memory())
+
+
+class _RemoteGeneration(Generation):
+    """A Generation whose end is the end of a connection."""
+
+    def __init__(self, job: _Job, running: Future[None]) -> None:
+        self._job = job
+        self._running = running
+        self._ended = False
+
+    def cancel(self) -> None:
+        self._job.cancelled = self._job.cancelled or not self._job.finished.is_set()
+        self._running.cancel()
+
+    def __del__(self) -> None:
+        self.cancel()

@@ -1,0 +1,141 @@
+"""Where an answer looked: queries of a few heads are kept while it is written, and weighed against the prompt after it.
+
+A head that copies from the past attends to what it copies ("retrieval heads", Wu et al., 2024). Keeping its query
+costs nothing while a token is made; one pass over the keys at the end weighs the whole answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from models.cache.duo import DuoCache
+from models.cache.pool import BlockPool
+from models.cache.retrieval import TILE
+from models.cache.shape import BLOCK
+from models.decoder import Decoder
+
+_SHARP = 64  # blocks that are weighed token by token; an answer rests on few
+
+
+@dataclass(frozen=True)
+class Looked:
+    """Tokens of the prompt that an answer looked at: positions int64 [m], ascending, and their mean attention [m]."""
+
+    positions: np.ndarray
+    masses: np.ndarray
+
+
+class Watch:
+    """Queries of chosen heads (layer, query head), in the decoder's order of heads; the last `rows` of each chunk."""
+
+    def __init__(self, heads: Iterable[tuple[int, int]], rows: int = 1) -> None:
+        self.heads = tuple(sorted(heads))
+        self._keep = rows
+        self._chosen: dict[int, list[int]] = {}
+        for layer, head in self.heads:
+            self._chosen.setdefault(layer, []).append(head)
+        self._rows: dict[int, list[Tensor]] = {layer: [] for layer in self._chosen}
+
+    def add(self, layer: int, q: Tensor) -> None:
+        """Keeps the last rows of q [n, heads, d] of a layer."""
+        if layer in self._chosen:
+            self._rows[layer].append(q[-self._keep :, self._chosen[layer]])
+
+    def queries(self, group: int) -> Iterator[tuple[int, int, Tensor]]:
+        """(layer, KV head, queries fp32 [heads, n, d]) of the heads that share a KV head, in the order of `heads`."""
+        for layer, chosen in self._chosen.items():
+            rows = torch.cat(self._rows[layer]).transpose(0, 1).float()
+            for kv_head in sorted({head // group for head in chosen}):
+                yield layer, kv_head, rows[[head // group == kv_head for head in chosen]]
+
+
+def attention(cache: DuoCache, watch: Watch, length: int) -> Tensor:
+    """What each watched head gave to each of the first `length` tokens, mean over the rows: fp32 [heads, length]."""
+    return torch.cat(
+        [
+            torch.cat(list(_scores(cache, *query, length)), -1).softmax(-1).mean(1)
+            for query in watch.queries(cache.shape.group)
+        ]
+    )
+
+
+@torch.inference_mode()
+def weigh(cache: DuoCache, watch: Watch, length: int) -> Looked:
+    """What the watched heads gave to the prompt's `length` tokens: all of them, or those of the blocks with most."""
+    blocks = -(-length // BLOCK)
+    if blocks <= _SHARP:
+        return Looked(np.arange(length), attention(cache, watch, length).mean(0).cpu().numpy())
+    total = torch.zeros(blocks, device=cache.pool.device)
+    norms = []
+    for query in watch.queries(cache.shape.group):
+        sums = torch.cat([_by_block(part) for part in _scores(cache, *query, length)], -1)
+        norms.append(sums.logsumexp(-1, keepdim=True))
+        total += (sums - norms[-1]).exp().mean(1).sum(0)
+    chosen = total.topk(_SHARP).indices.sort().values.tolist()
+    positions = np.concatenate([np.arange(block * BLOCK, min((block + 1) * BLOCK, length)) for block in chosen])
+    masses = torch.zeros(len(positions), device=total.device)
+    for query, norm in zip(watch.queries(cache.shape.group), norms, strict=True):
+        parts = [part for block in chosen for part in _scores(cache, *query, length, block)]
+        masses += (torch.cat(parts, -1) - norm).exp().mean(1).sum(0)
+    return Looked(positions, (masses / len(watch.heads)).cpu().numpy())
+
+
+def _by_block(scores: Tensor) -> Tensor:
+    padded = F.pad(scores, (0, -scores.shape[-1] % BLOCK), value=-torch.inf)
+    return padded.unflatten(-1, (-1, BLOCK)).logsumexp(-1)
+
+
+def _scores(
+    cache: DuoCache, layer: int, kv_head: int, q: Tensor, length: int, block: int | None = None
+) -> Iterator[Tensor]:
+    """Scaled q.k [..., m] piece by piece over the first `length` tokens, or over one block."""
+    for start, keys in cache.keys(layer, kv_head, TILE, block):
+        if start < length:
+            yield q @ keys[: length - start].float().T * cache.shape.head_dim**-0.5
+
+
+@dataclass(frozen=True)
+class Question:
+    """Token ids of a question behind a shared prompt and of its right answer; where in the prompt that stands."""
+
+    ids: list[int]
+    answer: list[int]
+    span: tuple[int, int]
+
+
+def find_heads(
+    decoder: Decoder, pool: BlockPool, prompt: list[int], questions: list[Question], most: int
+) -> list[tuple[int, int]]:
+    """The `most` retrieval heads (layer, query head) that look at the right place of a prompt, the surest first.
+
+    A head's score: what it gives to the right span over what it gives to the likeliest wrong one, mean over questions.
+    """
+    shape = pool.shape
+    heads = [(layer, head) for layer, kept in enumerate(shape.retrieval_heads) for head in range(kept * shape.group)]
+    start = DuoCache(pool)
+    scores = torch.zeros(len(heads), device=pool.device)
+    try:
+        decoder.forward(torch.tensor(prompt), start)
+        for question in questions:
+            cache = start.fork()
+            try:
+                cache.watch = watch = Watch(heads, rows=len(question.answer))
+                decoder.forward(torch.tensor([*question.ids, *question.answer[:-1]]), cache)
+                given = attention(cache, watch, len(prompt))
+            finally:
+                cache.release()
+            at, end = zip(*(other.span for other in questions), strict=True)
+            sums = F.pad(given.cumsum(-1), (1, 0))
+            spans = sums[:, list(end)] - sums[:, list(at)]
+            right = spans[:, questions.index(question)].clone()
+            spans[:, questions.index(question)] = 0
+            scores += right - spans.amax(-1)
+    finally:
+        start.release()
+    return [heads[at] for at in scores.topk(min(most, len(heads))).indices.tolist()]

@@ -1,0 +1,105 @@
+"""Passages and quotes: the right place in the text, whatever the tokens and the layout."""
+
+import numpy as np
+import pytest
+
+from app.chat import Selection
+from app.documents import Document, Page
+from app.embedded import embedded_model_path
+from app.evidence import Source, char_offsets, find_ids, passages, quotes
+from app.tokenizer import Tokenizer
+from models.evidence import Looked
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(embedded_model_path())
+
+
+def _document(*pages, name="notes.txt"):
+    text = "".join(pages)
+    ends = np.cumsum([len(page) for page in pages])
+    spans = tuple(
+        Page(i + 1, int(end) - len(page), int(end)) for i, (page, end) in enumerate(zip(pages, ends, strict=True))
+    )
+    return Document(name, "text", text, spans, (), len(text), name)
+
+
+def _source(tokenizer, selection, start=7):
+    ids = tokenizer.encode_text(selection.text.strip(), start=False)
+    return Source(selection.label, selection.document, selection.text, selection.start, ids, start)
+
+
+def test_offsets_count_characters_not_bytes(tokenizer):
+    document = _document("first page, skipped\n", "\n\n  Zwölf Bäume – 木の下に. Ende\n")
+    source = _source(tokenizer, Selection(document, 2, 2))
+    places = char_offsets(tokenizer, source, np.arange(len(source.ids)))
+    assert document.text[places[0] :].startswith("Zwölf")
+    last = tokenizer.decode(source.ids[-1:])
+    assert document.text[places[-1] :].strip() == last.strip() != ""
+    assert places == sorted(places)
+
+
+def test_ids_are_found_whole_only():
+    prompt = [0, 1 << 8, 0, 5, 6, 7]
+    assert find_ids(prompt, [5, 6]) == 3
+    assert find_ids(prompt, [0, 1 << 8, 0, 5, 6, 7]) == 0
+    assert find_ids(prompt, [1, 0]) is None
+    assert find_ids(prompt, []) is None
+
+
+def test_the_passage_with_most_attention_comes_first(tokenizer):
+    pages = ("Alpha beta.\n\nGamma delta is here.\n\n", "Epsilon.\nZeta.\n\nThe fact of the matter.\n")
+    document = _document(*pages)
+    source = _source(tokenizer, Selection.whole(document), 100)
+    offsets = char_offsets(tokenizer, source, np.arange(len(source.ids)))
+    fact, gamma = (document.text.index(word) for word in ("The fact", "Gamma"))
+    masses = np.array([1.0 if place >= fact else 0.4 if gamma <= place < gamma + 5 else 0.0 for place in offsets])
+    looked = Looked(np.arange(100, 100 + len(masses)), masses)
+    first, second = passages(looked, [source], tokenizer)
+    assert (first.excerpt, first.page, first.line) == ("The fact of the matter.", 2, 8)
+    assert (second.excerpt, second.page, second.line) == ("Gamma delta is here.", 1, 3)
+    assert first.strength > second.strength > 0 and first.strength + second.strength == pytest.approx(1)
+
+
+def test_attention_outside_the_documents_gives_no_passage(tokenizer):
+    source = _source(tokenizer, Selection.whole(_document("One. Two.")), 10)
+    assert passages(Looked(np.arange(10), np.ones(10)), [source], tokenizer) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["word " * 4000, "x" * 20000, "A sentence of some length. " * 600, "line\n" * 4000, "\n\n\n\na\n\n\n\nb"]
+)
+def test_passages_are_short_and_hold_what_was_looked_at(tokenizer, text):
+    document = _document(text)
+    source = _source(tokenizer, Selection.whole(document), 0)
+    count = len(source.ids)
+    for token in {0, count // 3, count // 2, count - 1}:
+        masses = np.zeros(count)
+        masses[token] = 1
+        (found,) = passages(Looked(np.arange(count), masses), [source], tokenizer)
+        (place,) = char_offsets(tokenizer, source, np.array([token]))
+        assert found.start <= place < found.end and found.end - found.start <= 500
+        assert found.excerpt or not text[place].strip()
+
+
+def test_quotes_are_looked_up_word_for_word():
+    document = _document(
+        "He said: The gate\nis  painted \u2013 and left.\n", "It\u2019s a long way home.\n", name="a.txt"
+    )
+    answer = (
+        'It says "the gate is painted - and left." and \u00abIt\'s a long way home\u00bb; "the gate is closed now". '
+        'A "short term" is none.\n\n> He said: The gate\n> is painted\n'
+    )
+    found = {quote.text: (quote.name, quote.page) for quote in quotes(answer, [document])}
+    assert found == {
+        "the gate is painted - and left.": ("a.txt", 1),
+        "It's a long way home": ("a.txt", 2),
+        "the gate is closed now": (None, None),
+        "He said: The gate\nis painted": ("a.txt", 1),
+    }
+
+
+def test_a_quote_of_odd_signs_is_text_not_a_pattern():
+    assert quotes('"a (b [c* d+"', [_document("a (b [c* d+")])[0].page == 1
+    assert quotes('"... ... ..."', [_document("a")]) == []
