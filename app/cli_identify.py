@@ -145,7 +145,7 @@ class _Run:
         first = HeadPattern(start, 0, 1, "").retrieval_mask(self._kept / start.size)
         given = refiner.divergence(torch.from_numpy(first))
         _say(f"divergence before: {given:.5f}")
-        _, found, scores = refine(refiner, self._kept, rounds, first, given, _say)
+        _, found, scores = refine(refiner, first, given, rounds, _say)
         return scores, {"before": given, "after": found}
 
     def _passkeys(self, step: int) -> Sample:

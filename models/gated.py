@@ -91,21 +91,21 @@ def windowed_attention(q: Tensor, k: Tensor, v: Tensor, sink: int, recent: int) 
     """As `full_attention`, but query i sees key j <= i only when j < sink or j > i - recent."""
     dtype = _dtype(q.device)
     (heads, n, d), kv_heads = q.shape, k.shape[0]
-    sink, recent, tile = min(sink, n), min(recent, n), min(_TILE, n)
+    sink, tile = min(sink, n), min(_TILE, n)
     tiles = -(-n // tile)
-    span = tile + recent - 1
-    padding = tiles * tile - n
+    before = min(-(-(recent - 1) // tile), tiles - 1)  # whole tiles of keys in front of a tile's own
 
     def stretches(x: Tensor) -> Tensor:
-        """[tiles, kv_heads, sink + span, d]: the sinks, then all that a tile's queries can see."""
+        """[tiles, kv_heads, sink + (before + 1) * tile, d]: the sinks, then all that a tile's queries can see."""
         x = x.to(dtype)
-        windows = F.pad(x, (0, 0, recent - 1, padding)).unfold(1, span, tile).permute(1, 0, 3, 2)
-        return torch.cat((x[:, :sink].expand(tiles, -1, -1, -1), windows), 2)
+        blocks = F.pad(x, (0, 0, before * tile, tiles * tile - n)).unflatten(1, (-1, tile)).transpose(0, 1)
+        sinks = x[:, :sink].expand(tiles, -1, -1, -1)
+        return torch.cat((sinks, *(blocks[i : i + tiles] for i in range(before + 1))), 2)
 
     group = heads // kv_heads
-    rows = F.pad(q.to(dtype), (0, 0, 0, padding)).view(kv_heads, group, tiles, tile, d)
+    rows = F.pad(q.to(dtype), (0, 0, 0, tiles * tile - n)).view(kv_heads, group, tiles, tile, d)
     rows = rows.permute(2, 0, 1, 3, 4).reshape(tiles, kv_heads, group * tile, d)
-    mask = _window_mask(tiles, tile, group, sink, recent, dtype, q.device)
+    mask = _window_mask(tiles, tile, before, group, sink, recent, dtype, q.device)
     out = F.scaled_dot_product_attention(rows, stretches(k), stretches(v), attn_mask=mask)
     out = out.view(tiles, kv_heads, group, tile, d).permute(1, 2, 0, 3, 4)
     return out.reshape(heads, tiles * tile, d)[:, :n]
@@ -113,11 +113,11 @@ def windowed_attention(q: Tensor, k: Tensor, v: Tensor, sink: int, recent: int) 
 
 @lru_cache(maxsize=2)
 def _window_mask(
-    tiles: int, tile: int, group: int, sink: int, recent: int, dtype: torch.dtype, device: torch.device
+    tiles: int, tile: int, before: int, group: int, sink: int, recent: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """[tiles, 1, group * tile, sink + tile + recent - 1], 0 where seen, else -inf; the same for every layer."""
+    """[tiles, 1, group * tile, sink + (before + 1) * tile], 0 where seen, else -inf; the same for every layer."""
     at = torch.arange(tiles * tile, device=device).view(tiles, tile, 1)
-    keys = torch.arange(tile + recent - 1, device=device) - recent + 1
+    keys = torch.arange((before + 1) * tile, device=device) - before * tile
     keys = keys + torch.arange(tiles, device=device)[:, None, None] * tile
     seen = torch.cat((torch.arange(sink, device=device) <= at, (keys <= at) & (keys > at - recent) & (keys >= sink)), 2)
     width = seen.shape[2]

@@ -143,30 +143,27 @@ def best_flips(gram: NDArray[np.float64], mask: NDArray[np.bool_], kept: int, mo
 
 def refine(
     refiner: Refiner,
-    kept: int,
-    rounds: int,
     start: NDArray[np.bool_],
-    given: float,
+    found: float,
+    rounds: int,
     progress: Callable[[str], None],
 ) -> tuple[NDArray[np.bool_], float, NDArray[np.float64]]:
-    """The best mask of `kept` heads, its divergence, and scores around it.
+    """The best mask found, its divergence, and scores around it.
 
-    Heads are dropped from full attention in two steps; from what is left or from `start`, whose divergence is `given`,
-    whichever is better, heads are exchanged for `rounds` rounds, or until that no longer helps.
+    Heads are exchanged, as many as helps, for `rounds` rounds or until nothing helps; `start` has divergence `found`.
     """
-    mask = np.ones_like(start)
-    found, most = np.inf, 1 << 30
-    for turn, goal in enumerate([mask.size - round((mask.size - kept) * 0.6), *[kept] * (1 + rounds)]):
-        if turn == 2 and given < found:
-            mask, found = start, given
+    mask, centre, most = start, start, start.size
+    kept = int(start.sum())
+    gram = np.zeros((1 + start.size, 1 + start.size))
+    for _ in range(rounds):
         centre, gram = mask, refiner.gram(torch.from_numpy(mask))
         while True:
-            flips, expected = best_flips(gram, mask, goal, most)
+            flips, expected = best_flips(gram, mask, kept, most)
             other = mask.copy()
             other.ravel()[flips] ^= True
-            now = refiner.divergence(torch.from_numpy(other))
-            progress(f"{goal} heads, {len(flips)} flips: divergence {now:.5f}, expected {expected:.5f}")
-            if now < found or turn < 2:
+            now = refiner.divergence(torch.from_numpy(other)) if flips else found
+            progress(f"{len(flips)} flips: divergence {now:.5f}, expected {expected:.5f}, before {found:.5f}")
+            if now < found:
                 mask, found = other, now
                 break
             most = len(flips) // 2  # farther than the second-order model reaches
