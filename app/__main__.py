@@ -1,4 +1,4 @@
-"""The command line: `python -m app serve | ask | plan | quantize | identify | doctor | bench`; without a command it serves.
+"""The command line: `python -m app serve | ask | plan | quantize | identify | doctor | bench`; by itself it serves.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. Errors are one line unless --debug is given.
 """
