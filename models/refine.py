@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from models.decoder import Decoder
 from models.gated import finish_layers, full_attention, masked, run_layers
 from models.identify import Sample
+from quant.w8a8 import Rows
 
 _ROWS = 1024  # rows of logits at a time
 
@@ -63,8 +64,7 @@ class Refiner:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits of normed hidden states."""
-        head = self.decoder.head
-        return head(head.prepare(hidden))
+        return self.decoder.head(Rows(hidden.to(self.decoder.embedding.dtype)))
 
     @torch.no_grad()
     def gram(self, mask: Tensor) -> NDArray[np.float64]:
