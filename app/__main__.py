@@ -1,4 +1,4 @@
-"""The command line: `python -m app serve | ask | plan | quantize | doctor | bench`; without a command it serves.
+"""The command line: `python -m app serve | ask | plan | quantize | identify | doctor | bench`; by itself it serves.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. Errors are one line unless --debug is given.
 """
@@ -92,6 +92,28 @@ def build_parser() -> argparse.ArgumentParser:
     quantize.add_argument("--json", action="store_true", help="print one JSON object")
     _running_flags(quantize)
     quantize.add_argument("--debug", action="store_true", default=None, help=argparse.SUPPRESS)
+
+    identify = commands.add_parser(
+        "identify",
+        help="find a model's retrieval heads",
+        description="Find the heads that need the whole history and write them as a head pattern.",
+    )
+    identify.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the pattern is written")
+    identify.add_argument(
+        "--haystack", type=Path, metavar="PATH", help="text, or a directory of it (default: Python's manual)"
+    )
+    identify.add_argument("--training-free", action="store_true", help="by attention alone, in minutes on a CPU")
+    identify.add_argument("--steps", type=int, default=240, metavar="N", help="of learning gates (default 240)")
+    identify.add_argument(
+        "--refine",
+        type=int,
+        default=0,
+        metavar="N",
+        help="rounds of exchanging heads by measured divergence at --retrieval-ratio (default 0)",
+    )
+    identify.add_argument("--seed", type=int, default=0, metavar="S", help="of the passkeys (default 0)")
+    _model_flags(identify)
+    _running_flags(identify)
 
     doctor = commands.add_parser(
         "doctor",
@@ -211,6 +233,10 @@ def run(argv: Sequence[str]) -> int:
 
         tokens = TOKENS if args.calibration_tokens is None else args.calibration_tokens
         return quantize(settings, args.source, args.out, args.calibration, tokens, args.json)
+    if args.command == "identify":
+        from app.cli_identify import identify
+
+        return identify(settings, args)
     if args.command == "ask":
         from app.cli_ask import ask, sampling_of
 

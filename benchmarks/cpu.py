@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from app.config import Settings
+from app.config import EMBEDDED_MODEL, Settings
 from app.embedded import embedded_model_path
 from app.engine.runner import Runner, build_runner
 from app.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     """Runs the benchmark; exit code 1 when a bar is missed."""
     parser = argparse.ArgumentParser(prog="python -m app bench cpu", description=__doc__)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--pattern", type=Path, help="head pattern; without one every head keeps everything")
+    parser.add_argument("--pattern", type=Path, help="head pattern (default: the embedded model's own)")
     parser.add_argument("--retrieval-ratio", type=float, default=Settings.retrieval_ratio)
     parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     args = parser.parse_args(argv)
@@ -106,10 +106,12 @@ def _bars(rows: list[tuple[int, str, float, float, int]]) -> Iterator[Bar]:
 
 class _Ours:
     def __init__(self, checkpoint: Checkpoint, args: argparse.Namespace) -> None:
-        from models.heads import HeadPattern
+        from app.model import choose_pattern, find_model
 
-        pattern = HeadPattern.load(args.pattern) if args.pattern else None
-        settings = Settings(threads=args.threads, retrieval_ratio=args.retrieval_ratio)
+        settings = Settings(
+            model=EMBEDDED_MODEL, threads=args.threads, pattern=args.pattern, retrieval_ratio=args.retrieval_ratio
+        )
+        pattern, _ = choose_pattern(find_model(settings), settings)
         self.runner: Runner = build_runner(checkpoint, pattern, settings)
 
     def read(self, ids: list[int], cache: DuoCache) -> Tensor:
