@@ -57,6 +57,10 @@ class Decoder:
         self.device = embedding.device
         self.rope: Rope | EndlessRope = Rope(config.rope, config.head_dim, config.max_positions)
         self._rotation = kv4.rotation(config.head_dim).to(self.device)
+        self._narrow_turn = None
+        if turn is not None and turn.is_cuda and embedding.dtype == torch.bfloat16:
+            narrow = turn.to(torch.bfloat16)
+            self._narrow_turn = narrow if torch.equal(narrow.float(), turn) else None  # a power of 4: +-1 / 2^n
         self._gated_turn = None if turn is None else gated_turn(config.intermediate_size).to(self.device)
         self._heads = config.num_heads + 2 * config.num_kv_heads
         self._placing = PLACE.choose(self.device).backend.run
@@ -78,16 +82,13 @@ class Decoder:
         The cache then holds the tokens too. If this raises, the cache's newest tokens are undefined: release it.
         """
         n = tokens.shape[0]
-        positions = torch.arange(cache.length, cache.length + n)
-        table = self.rope.table(positions, self.device)
+        table = self.rope.span(cache.length, n, self.device)
         cache.begin(n)
-        x = F.embedding(tokens.to(self.device), self.embedding).float()
-        if self.turn is not None:
-            x = x @ self.turn
+        x = self._embed(tokens)
         spans = [slice(i, min(i + self._rows, n)) for i in range(0, n, self._rows)]
         for index, layer in enumerate(self.layers):
             if len(spans) == 1:
-                heads = layer.qkv(self._normed(layer, x)).unflatten(1, (-1, self.config.head_dim))
+                heads = layer.qkv(self._normed(layer, x), cache.heads_dtype).unflatten(1, (-1, self.config.head_dim))
                 self._place(layer, heads, table, cache.shape.rotated)
             else:
                 heads = torch.empty(n, self._heads, self.config.head_dim, device=self.device)
@@ -96,6 +97,7 @@ class Decoder:
                     self._place(layer, heads[rows], table[rows], cache.shape.rotated)
             q, k, v = heads.split((self.config.num_heads, self.config.num_kv_heads, self.config.num_kv_heads), 1)
             attended = cache.attend(index, q, k, v)
+            del heads, q, k, v  # the feed-forward part is the widest: nothing else should lie beside it
             for rows in spans:
                 layer.output.add_to(x[rows], layer.output.prepare(attended[rows]))
                 self._mlp(layer, x[rows])
@@ -109,6 +111,17 @@ class Decoder:
             hidden = hidden @ self.turn.T
         return self.head(self.head.prepare_normed(hidden, self.norm, self.config.norm_eps))
 
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """The residual stream's start, fp32 [n, hidden]."""
+        if self.device.type == "cuda" and not tokens.is_cuda:
+            tokens = tokens.pin_memory().to(self.device, non_blocking=True)  # does not wait for what still runs
+        x = F.embedding(tokens.to(self.device), self.embedding)
+        if self.turn is None:
+            return x.float()
+        if self._narrow_turn is not None:
+            return torch.mm(x, self._narrow_turn, out_dtype=torch.float32)
+        return x.float() @ self.turn
+
     def _normed(self, layer: Layer, x: Tensor) -> Rows:
         return layer.qkv.prepare_normed(x, layer.attention_norm, self.config.norm_eps)
 
@@ -118,8 +131,8 @@ class Decoder:
         with_positions = config.num_heads + config.num_kv_heads
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = heads[:, : config.num_heads], heads[:, config.num_heads : with_positions]
-            q.copy_(rms_norm(q, layer.q_norm, config.norm_eps))
-            k.copy_(rms_norm(k, layer.k_norm, config.norm_eps))
+            q.copy_(rms_norm(q.float(), layer.q_norm, config.norm_eps))
+            k.copy_(rms_norm(k.float(), layer.k_norm, config.norm_eps))
         kept = layer.retrieval * (config.num_heads // config.num_kv_heads)
         # q and k lie next to each other: where every head is rotated they are one stretch
         turned = (

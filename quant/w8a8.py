@@ -32,8 +32,8 @@ class Head(Protocol):
     def prepare_normed(self, x: Tensor, weight: Tensor | None, eps: float) -> Rows:
         """RMSNorm(x) of activations x [n, in] (fp32) in this layer's input format."""
 
-    def __call__(self, rows: Rows) -> Tensor:
-        """fp32 [n, out]."""
+    def __call__(self, rows: Rows, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[n, out] in `dtype`."""
 
 
 class Linear(Head, Protocol):
@@ -78,6 +78,7 @@ class W8A8Linear:
     def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None) -> None:
         self._gemm = INT8_GEMM.choose(codes.device).backend.run
         self._quant = ACT_QUANT.choose(codes.device).backend.run
+        self._narrow = codes.is_cuda and hasattr(self._gemm, "product")  # a GPU's product need not be in fp32
         self._weight = self._gemm.prepack(codes)
         self._scale = scale
         self.bias = None if bias is None else bias.float()
@@ -115,6 +116,8 @@ class W8A8Linear:
             out.copy_(self(rows))
 
     def raw(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        if self._narrow:
+            return self._gemm.product(rows.values, rows.scale, self._weight, self._scale, None, torch.bfloat16), None
         return self._gemm.matmul(rows.values, self._weight, self._scale), rows.scale
 
     def add_to(self, total: Tensor, rows: Rows) -> None:
@@ -123,14 +126,17 @@ class W8A8Linear:
         else:
             _add(total, *self.raw(rows), self.bias)
 
-    def __call__(self, rows: Rows) -> Tensor:
+    def __call__(self, rows: Rows, dtype: torch.dtype = torch.float32) -> Tensor:
         if hasattr(self._gemm, "product"):
-            product: Tensor = self._gemm.product(rows.values, rows.scale, self._weight, self._scale, self.bias)
+            wanted = () if dtype == torch.float32 else (dtype,)
+            product: Tensor = self._gemm.product(
+                rows.values, rows.scale, self._weight, self._scale, self.bias, *wanted
+            )
             return product
         out, scale = self.raw(rows)
         if scale is not None:
             out.mul_(scale)
-        return out if self.bias is None else out.add_(self.bias)
+        return (out if self.bias is None else out.add_(self.bias)).to(dtype)
 
 
 class W8A8Head:
@@ -159,8 +165,8 @@ class W8A8Head:
         again = torch.einsum("nki,ni->nk", self._exact[best].float(), rows.values)
         return logits.scatter_(-1, best, again), None
 
-    def __call__(self, rows: Rows) -> Tensor:
-        return self.raw(rows)[0]
+    def __call__(self, rows: Rows, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.raw(rows)[0].to(dtype)
 
 
 class DenseLinear:
@@ -191,13 +197,14 @@ class DenseLinear:
         out.copy_(self(rows))
 
     def raw(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
-        return F.linear(rows.values, self._weight).float(), None
+        out = F.linear(rows.values, self._weight)
+        return out if out.is_cuda else out.float(), None
 
     def add_to(self, total: Tensor, rows: Rows) -> None:
         _add(total, *self.raw(rows), self.bias)
 
-    def __call__(self, rows: Rows) -> Tensor:
-        out, _ = self.raw(rows)
+    def __call__(self, rows: Rows, dtype: torch.dtype = torch.float32) -> Tensor:
+        out = self.raw(rows)[0].to(dtype)
         return out if self.bias is None else out.add_(self.bias)
 
 

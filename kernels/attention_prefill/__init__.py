@@ -1,9 +1,12 @@
-"""Attention that also returns its log-sum-exp, so that parts over disjoint keys can be merged."""
+"""Attention that also returns its log-sum-exp, so that parts over disjoint keys can be merged.
 
-import torch
-from torch import Tensor
+ATTENTION takes masks and batches; ROWS is for many queries over a long stretch of keys, where a GPU's time goes.
+"""
 
-from kernels.attention_prefill import blocks, cpu_flash, cuda_flash, ref
+from kernels.attention_prefill import blocks, cpu_flash, cuda_flash, flash_attn, ref
+from kernels.attention_prefill.flashinfer import FlashInfer
+from kernels.attention_prefill.ref import merge_
+from kernels.attention_prefill.torch_rows import TorchRows
 from kernels.registry import Backend, Kernel, always
 
 ATTENTION = Kernel(
@@ -22,7 +25,18 @@ WINDOW = Kernel(
 )
 
 
-def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Joins, in place, two attentions of the same queries over disjoint keys: out [..., n, d], lse [..., n] natural."""
-    out.lerp_(other.to(out.dtype), torch.sigmoid(other_lse - lse).to(out.dtype)[..., None])
-    torch.logaddexp(lse, other_lse, out=lse)
+class _Reference:
+    attend = staticmethod(ref.attend_rows)
+
+
+ROWS = Kernel(
+    "attention_rows",
+    (
+        *(Backend(f"flashinfer_{x.kernel}", x, x.declines) for x in (FlashInfer("fa3"), FlashInfer("fa2"))),
+        Backend("flash_attn", flash_attn, flash_attn.declines),
+        *(Backend(f"torch_{x.kernel}", x, x.declines) for x in (TorchRows("cudnn"), TorchRows("flash"))),
+        Backend("reference", _Reference, always),
+    ),
+)
+
+__all__ = ["ATTENTION", "BLOCKS", "ROWS", "merge_"]

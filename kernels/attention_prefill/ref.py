@@ -25,3 +25,15 @@ def attend(
         scores = scores + mask
     lse = scores.logsumexp(-1)
     return ((scores - lse[..., None]).exp() @ values).to(q.dtype), lse.float()
+
+
+def attend_rows(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False) -> tuple[Tensor, Tensor]:
+    """As `attend`, tokens first: q [n, heads, d], k, v [kv_heads, m, d] -> out [n, heads, d], lse [n, heads]."""
+    out, lse = attend(q.transpose(0, 1)[None], k[None], v[None], scale=scale, causal=causal)
+    return out[0].transpose(0, 1).contiguous(), lse[0].T.contiguous()
+
+
+def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Joins, in place, two attentions of the same queries over disjoint keys: out [..., n, d], lse [..., n] natural."""
+    out.lerp_(other.to(out.dtype), torch.sigmoid(other_lse - lse).to(out.dtype)[..., None])
+    torch.logaddexp(lse, other_lse, out=lse)

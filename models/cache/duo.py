@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from models.cache import history
 from models.cache.pool import BlockPool
 from models.cache.retrieval import RetrievalHeads
 from models.cache.shape import BLOCK
@@ -39,6 +40,17 @@ class DuoCache:
         self._chunk = 0
         self._masks: ChunkMasks | None = None
         self.watch: Watch | None = None
+        self._direct = history.declines(pool.shape, pool.device) is None
+
+    @property
+    def direct(self) -> bool:
+        """Whether the chunk's heads are read as the cache keeps them, by kernels that know what each query sees."""
+        return self._direct and self._chunk > 1
+
+    @property
+    def heads_dtype(self) -> torch.dtype:
+        """dtype in which `attend` wants the chunk's heads."""
+        return self.shape.exact_dtype if self.direct else torch.float32
 
     def reserve(self, length: int) -> None:
         """Takes the blocks that `length` tokens will need; raises PoolExhausted and takes none if they are too many."""
@@ -51,16 +63,19 @@ class DuoCache:
         self.reserve(self.length + n)
         self._chunk = n
         streams = n > 1 and any(self.shape.streaming_heads)
-        self._masks = self._streaming.plan(self.length, n) if streams else None
+        self._masks = self._streaming.plan(self.length, n, not self.direct) if streams else None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Appends the chunk's k, v [n, kv_heads, d] of a layer and attends: q [n, heads, d] -> fp32 [n, heads * d].
+        """Appends the chunk's k, v [n, kv_heads, d] of a layer and attends: q [n, heads, d] -> [n, heads * d].
 
-        Heads lie retrieval first, then streaming; q and k carry their positions already; retrieval heads are rotated.
+        fp32 comes in and goes out; a `direct` chunk is best given in `heads_dtype`, in which it goes out. Heads lie
+        retrieval first, then streaming; q and k carry their positions already; retrieval heads are rotated.
         """
         n = q.shape[0]
         if self.watch is not None:
             self.watch.add(layer, q)
+        if self.direct:
+            return self._attend_direct(layer, q, k, v).view(n, -1)
         kept = self.shape.retrieval_heads[layer]
         split = kept * self.shape.group
         parts = []
@@ -88,6 +103,22 @@ class DuoCache:
             at += keys.shape[1]
         if newest and tail and block in (None, newest):
             yield newest * BLOCK, self._retrieval.keys[slot, BLOCK : BLOCK + tail]
+
+    def _attend_direct(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kept = self.shape.retrieval_heads[layer]
+        split = kept * self.shape.group
+        q, k, v = (x.to(self.shape.exact_dtype) for x in (q, k, v))
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if kept:
+            self._retrieval.attend_into(
+                layer, q[:, :split], k[:, :kept], v[:, :kept], self.length, self._ids, out[:, :split]
+            )
+        if self.shape.streaming_heads[layer]:
+            assert self._masks is not None
+            self._streaming.attend_into(
+                layer, q[:, split:], k[:, kept:], v[:, kept:], self.length, self._masks, out[:, split:]
+            )
+        return out
 
     def commit(self) -> None:
         """Publishes the chunk: every layer has it now."""

@@ -54,6 +54,11 @@ class EndlessCache:
         self._chunk = 0
         self._back: Tensor | None = None
 
+    @property
+    def heads_dtype(self) -> torch.dtype:
+        """dtype in which `attend` wants the chunk's heads."""
+        return torch.float32
+
     def reserve(self, length: int) -> None:
         """Nothing to do: any length fits."""
 

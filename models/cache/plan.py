@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from models.cache import history
 from models.cache.retrieval import TILE
 from models.cache.shape import BLOCK, CacheShape
 from models.config import ModelConfig
@@ -59,7 +60,7 @@ def plan_memory(
         weights_bytes(config, weights, device),
         context * shape.bytes_per_token + SNAPSHOTS * shape.exact_bytes,
         SNAPSHOTS * shape.window_bytes,
-        workspace_bytes(config, shape, chunk),
+        workspace_bytes(config, shape, chunk, device),
     )
 
 
@@ -81,8 +82,10 @@ def weights_bytes(config: ModelConfig, weights: str, device: torch.device) -> in
     return total
 
 
-def workspace_bytes(config: ModelConfig, shape: CacheShape, chunk: int) -> int:
+def workspace_bytes(config: ModelConfig, shape: CacheShape, chunk: int, device: torch.device) -> int:
     """Bytes of activations and scratch while a chunk of `chunk` tokens is read, at its widest point."""
+    if device.type == "cuda" and shape.bits != 8:
+        return _direct_bytes(config, shape, chunk)
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     residual = 4 * config.hidden_size
     held = 4 * heads + 4 * config.num_heads * config.head_dim  # q, k, v and the attended heads live to the layer's end
@@ -95,3 +98,16 @@ def workspace_bytes(config: ModelConfig, shape: CacheShape, chunk: int) -> int:
         window += 3 * 4 * chunk * config.num_heads * config.head_dim
     scratch = window + 2 * widest_heads * (TILE + chunk + 2 * BLOCK) * config.head_dim * shape.compute_dtype.itemsize
     return chunk * (residual + held + max(attention, mlp)) + scratch + 4 * config.vocab_size
+
+
+def _direct_bytes(config: ModelConfig, shape: CacheShape, chunk: int) -> int:
+    """`workspace_bytes` where kernels take everything in 16 bits and leave nothing wider behind."""
+    q, kv = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
+    kept = max(shape.retrieval_heads) * config.head_dim
+    residual = 4 * config.hidden_size
+    sums = (2 + 2 + 4) * kept * shape.group  # two tiles' outputs and their fp32 sum
+    own = 2 * 2 * 2 * kept  # the chunk's keys and values, beside what the cache gives back of them
+    attention = 2 * (q + 2 * kv) + 2 * q + sums + own
+    mlp = 2 * q + 2 * 2 * config.intermediate_size + config.intermediate_size + config.hidden_size
+    table = 3 * 16 * config.head_dim  # positions in float64, on their way to fp32
+    return chunk * (residual + max(attention, mlp, table)) + history.scratch_bytes(shape) + 4 * config.vocab_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from kernels.attention_decode import Packed
 from kernels.attention_decode.ref import stretches
 from kernels.kv4_pack import KV4_LAYOUT, native
+from models.cache import history
 from models.cache.shape import BLOCK, CacheShape
 from models.errors import PoolExhausted
 from quant import kv4
@@ -41,6 +43,11 @@ class BlockPool:
             self._scales = torch.empty(heads, blocks, BLOCK, 4, dtype=torch.float16, device=device)
         self._uses = np.zeros(blocks, dtype=np.int64)
         self._counting = threading.Lock()  # snapshots are written, and let go of, by a thread of their own
+
+    @cached_property
+    def history(self) -> history.HistoryReader:
+        """What reads chunks on a GPU."""
+        return history.HistoryReader(self)
 
     @property
     def free(self) -> int:
@@ -139,6 +146,12 @@ class BlockPool:
             else:
                 k_codes, v_codes = packed[0].unflatten(1, (-1, d)), packed[1][:, 0].unflatten(1, (-1, d))
             yield self._restore(k_codes, v_codes, self._scales[slots, start:end].flatten(1, 2))
+
+    def write_exact(self, slots: slice, table: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Stores whole blocks of an unpacked pool [heads, blocks * BLOCK, d] without waiting for the device."""
+        index = table.long()
+        self._keys[slots].index_copy_(1, index, keys.unflatten(1, (-1, BLOCK)))
+        self._values[slots].index_copy_(1, index, values.unflatten(1, (-1, BLOCK)))
 
     def packed(self, slots: slice, table: Tensor) -> Packed:
         """The blocks in `table` (int32, on the pool's device) as they are stored, for a decode kernel."""

@@ -32,7 +32,7 @@ class RetrievalHeads:
         heads = sum(shape.retrieval_heads)
         self.keys = torch.empty(heads, 2 * BLOCK, shape.head_dim, dtype=shape.exact_dtype, device=pool.device)
         self.values = torch.empty_like(self.keys)
-        self._table = torch.empty(pool.blocks if shape.bits == 4 else 0, dtype=torch.int32, device=pool.device)
+        self._table = torch.empty(pool.blocks, dtype=torch.int32, device=pool.device)
         self._listed = 0
         self._scale = shape.head_dim**-0.5
         self._attend = ATTENTION.choose(
@@ -63,6 +63,24 @@ class RetrievalHeads:
             return self._one(slots, q, k, v, length, ids)
         return self._many(slots, q, k, v, length, ids)
 
+    def attend_into(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, length: int, ids: Sequence[int], out: Tensor
+    ) -> None:
+        """As `attend`, for a chunk whose heads come in the cache's own dtype, into out [n, heads, d]; GPU only."""
+        slots = self.shape.retrieval_slots[layer]
+        n = q.shape[0]
+        first, before = divmod(length, BLOCK)
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+        if before:
+            own_at = BLOCK if first else 0
+            k = torch.cat((self.keys[slots, own_at : own_at + before], k), 1)
+            v = torch.cat((self.values[slots, own_at : own_at + before], v), 1)
+        front = (self.keys[slots, :BLOCK], self.values[slots, :BLOCK]) if first else None
+        blocks = max((length + n) // BLOCK - 1, 0)
+        table = self._listing(ids, blocks)
+        self.pool.history.attend(slots, q, (k, v), front, ids[:blocks], table, before, out)
+        self._keep(slots, k, v, first, before, n)
+
     def _one(self, slots: slice, q: Tensor, k: Tensor, v: Tensor, length: int, ids: Sequence[int]) -> Tensor:
         """A single token: its own block and the first as they are, the rest packed."""
         block, within = divmod(length, BLOCK)
@@ -89,8 +107,10 @@ class RetrievalHeads:
     def _listing(self, ids: Sequence[int], blocks: int) -> Tensor:
         """The first `blocks` ids on the device; a sequence's ids only grow, so each is copied once."""
         if blocks > self._listed:
-            new = torch.tensor(ids[self._listed : blocks], dtype=torch.int32)
-            self._table[self._listed : blocks] = new.to(self._table.device)
+            # Pinned, so that the copy does not wait for the device and the next chunk can be made ready behind this one.
+            pinned = self._table.is_cuda
+            new = torch.tensor(ids[self._listed : blocks], dtype=torch.int32, pin_memory=pinned)
+            self._table[self._listed : blocks].copy_(new, non_blocking=pinned)
             self._listed = blocks
         return self._table[:blocks]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from models.cache.shape import CacheShape
@@ -20,6 +21,10 @@ class SequenceCache(Protocol):
     shape: CacheShape
     length: int
 
+    @property
+    def heads_dtype(self) -> torch.dtype:
+        """dtype in which `attend` wants the chunk's heads."""
+
     def reserve(self, length: int) -> None:
         """Takes the memory that `length` tokens will need; raises PoolExhausted and takes none if it is too much."""
 
@@ -27,7 +32,7 @@ class SequenceCache(Protocol):
         """Makes ready for a chunk of n tokens behind `length`."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Appends the chunk's k, v [n, kv_heads, d] of a layer and attends: q [n, heads, d] -> fp32 [n, heads * d]."""
+        """Appends the chunk's k, v [n, kv_heads, d] of a layer and attends: q [n, heads, d] -> [n, heads * d]."""
 
     def commit(self) -> None:
         """Publishes the chunk: every layer has it now."""

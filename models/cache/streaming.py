@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.attention_prefill import ATTENTION, WINDOW
+from kernels.attention_prefill import ATTENTION, WINDOW, chunk
 from kernels.attention_window import WINDOW_DECODE
 from kernels.kv4_pack.native import join_exact
 from models.cache.shape import CacheShape
@@ -62,7 +62,7 @@ class StreamingHeads:
         sink, recent = self.shape.sink, self.shape.recent
         return torch.where(positions < sink, positions, sink + (positions - sink) % recent)
 
-    def plan(self, length: int, n: int) -> ChunkMasks:
+    def plan(self, length: int, n: int, masked: bool = True) -> ChunkMasks:
         """Everything about a chunk of n tokens behind `length` that does not depend on the layer."""
         sink, total, device = self.shape.sink, length + n, self.device
         recent = min(self.shape.recent, total)
@@ -71,7 +71,8 @@ class StreamingHeads:
         span = tile + recent - 1
         held = min(recent - 1, max(length - sink, 0))
         sinks = min(sink, total)
-        mask = None if self._window is not None else self._mask(length, tile, tiles, span, sinks)
+        masked = masked and self._window is None
+        mask = self._mask(length, tile, tiles, span, sinks) if masked else None
         kept = torch.arange(min(max(length, sink, total - self.shape.recent), total), total, device=device)
         return ChunkMasks(
             tile,
@@ -110,6 +111,20 @@ class StreamingHeads:
         if plan is None:
             return self._one(slots, q, k, v, length)
         return self._many(slots, q, k, v, length, plan)
+
+    def attend_into(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, length: int, plan: ChunkMasks, out: Tensor
+    ) -> None:
+        """As `attend`, for a chunk whose heads come in the cache's own dtype, into out [n, heads, d]; GPU only."""
+        slots = self.shape.streaming_slots[layer]
+        sink, recent = self.shape.sink, self.shape.recent
+        held, runs = (self.keys[slots], self.values[slots]), []
+        for kept, new in zip(held, (k.transpose(0, 1), v.transpose(0, 1)), strict=True):
+            kept[:, length : length + plan.new_sinks] = new[:, : plan.new_sinks]
+            runs.append(torch.cat((kept[:, plan.previous], new), 1))
+            kept.index_copy_(1, plan.kept_slots, new[:, plan.kept])
+        run_from = length - plan.previous.numel()
+        chunk.attend_window(q, held, (runs[0], runs[1]), length, run_from, sink, recent, self._scale, out)
 
     def _one(self, slots: slice, q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
         sink, recent = self.shape.sink, self.shape.recent

@@ -1,0 +1,309 @@
+"""Reading a long prompt on one GPU: attention over packed history, int8 products, and whole prefills of the 8B shape.
+
+Weights are random, which speed does not depend on. Every kernel is compared with a reference before it is timed. A
+whole prefill is timed chunk by chunk with device events while the host is always a chunk ahead, so the time to any
+shorter length is in it too; c N + d N^2 is fitted to at least four lengths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks._report import Bar, at_least, at_most, finish
+from benchmarks.capacity import HEADS, LLAMA_8B, Wrong, _full_cache, _random_tensors
+from benchmarks.decode import float64_attention, random_history, relative_error
+from kernels.attention_prefill import ROWS
+from kernels.int8_gemm import INT8_GEMM, fused, int_mm, ref
+from models.build import Build, build_decoder
+from models.cache.duo import DuoCache
+from models.cache.pool import BlockPool
+from models.cache.shape import BLOCK, CacheShape
+from models.config import ModelConfig
+from models.decoder import Decoder
+from quant.w8a8 import DenseLinear, W8A8Linear
+
+CHUNK, KV_HEADS, GROUP, D = 8192, 4, 4, 128
+MILLION, WINDOW, COMPARED = 1 << 20, 1 << 22, 327_680
+SHAPES = {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (28_672, 4096), "down": (4096, 14_336)}
+DEVICE = torch.device("cuda", 0)
+
+
+def main(argv: list[str]) -> int:
+    """Runs the benchmark; exit code 1 when a bar is missed."""
+    parser = argparse.ArgumentParser(prog="python -m app bench prefill", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
+    parser.add_argument("--million", action="store_true", help="read 1,048,576 tokens too, in about four minutes")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("This benchmark needs a CUDA GPU.", file=sys.stderr)
+        return 1
+    torch.manual_seed(0)
+    details: dict[str, Any] = {"attention": attention(), "gemm": gemm(), "chunking_error": chunking()}
+    free()
+    details["whole"] = whole(args.million)
+    bars = _bars(details)
+    for name, figure in details.items():
+        print(f"{name}: {figure}")
+    finish("prefill", argv, bars, details, args.json, torch.get_num_threads())
+    return 0 if all(bar.holds for bar in bars) else 1
+
+
+def _bars(details: dict[str, Any]) -> list[Bar]:
+    whole, worst = details["whole"], max(details["chunking_error"].values())
+    fitted = whole["fit"]
+    bars = [
+        at_least("attention over packed history at 1M", details["attention"]["share"], "of bf16", 0.92),
+        at_least("int8 product with quantisation, a layer", details["gemm"]["layer_speedup"], "x bf16", 1.5),
+        at_least("320K tokens, against bf16 and full attention", whole["speedup_320k"], "x", 1.8),
+        at_most("320K tokens, KV memory of bf16", whole["kv_share_320k"], "of bf16", 1 / 6),
+    ]
+    if "million_s" in whole:
+        bars.append(at_most("1,048,576 tokens, measured", whole["million_s"], "s", 280))
+    else:
+        seconds = _predicted(fitted, MILLION)
+        bars.append(Bar("1,048,576 tokens, from the fit, not measured", round(seconds, 1), "s", "<= 280", False))
+    return [
+        *bars,
+        at_most("residual of c N + d N^2", 100 * fitted["worst_residual"], "%", 3),
+        at_most("4,194,304 tokens, last chunk against the fit", 100 * whole["window"]["off_fit"], "%", 10),
+        at_most("chunked against unchunked", 1e3 * worst, "per mille", 2),
+        at_most("device idle between chunks", 100 * whole["idle"], "%", 1),
+    ]
+
+
+def free() -> None:
+    """Gives back what nobody holds."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def milliseconds(run: Callable[[], Any], times: int = 5) -> float:
+    """Best of three means over `times` runs."""
+    run()
+    best = float("inf")
+    for _ in range(3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(times):
+            run()
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) / times)
+    return best
+
+
+def _shape(retrieval: tuple[int, ...], streaming: tuple[int, ...], bits: int = 4, d: int = D) -> CacheShape:
+    dtype = torch.float16 if bits == 4 else torch.bfloat16
+    return CacheShape(retrieval, streaming, GROUP, d, 128, 256, bits, dtype, dtype)
+
+
+def attention() -> dict[str, Any]:
+    """A chunk's attention to a million packed tokens, and the same kernel on contiguous bf16, in turns."""
+    pool = BlockPool(_shape((KV_HEADS,), (0,)), 1, DEVICE)
+    pool.blocks = MILLION // BLOCK
+    history = random_history(KV_HEADS, pool.blocks, D, pool.layout)
+    pool._keys, pool._values, pool._scales = history.keys, history.values, history.scales
+    q = torch.randn(CHUNK, KV_HEADS * GROUP, D, device=DEVICE)
+    slots, ids = slice(0, KV_HEADS), list(range(pool.blocks))
+    narrow = q.half()
+    out, _ = pool.history._history(slots, narrow, ids, history.table)
+    worst = 0.0
+    nothing = torch.zeros(KV_HEADS, 0, D, device=DEVICE)
+    for row in (0, 77, CHUNK - 1):
+        grouped = narrow[row].float().view(KV_HEADS, GROUP, D)
+        want = float64_attention(grouped, nothing, nothing, history, pool.layout, D**-0.5)
+        worst = max(worst, relative_error(out[row].float().view_as(want), want))
+    if not worst <= 5e-3:
+        raise Wrong(f"attention over packed history: error {worst:.2e} against float64")
+    k, v = torch.randn(2, KV_HEADS, MILLION, D, device=DEVICE, dtype=torch.bfloat16)
+    choice = ROWS.choose(DEVICE, head_dim=D, dtype=torch.bfloat16).backend
+    wide = q.bfloat16()
+    ours, theirs = [], []
+    for _ in range(2):  # in turns: a warm GPU is a slower one
+        ours.append(milliseconds(lambda: pool.history._history(slots, narrow, ids, history.table), 1))
+        theirs.append(milliseconds(lambda: choice.run.attend(wide, k, v, scale=D**-0.5), 1))
+    flops = 4 * CHUNK * MILLION * KV_HEADS * GROUP * D
+    rates = [flops / min(times) / 1e9 for times in (ours, theirs)]
+    return {
+        "kernel": choice.name,
+        "error": worst,
+        "packed_tflops": round(rates[0], 1),
+        "bf16_tflops": round(rates[1], 1),
+        "share": round(rates[0] / rates[1], 4),
+    }
+
+
+def gemm() -> dict[str, Any]:
+    """bf16 and int8 products of a layer at 8,192 rows; int8 with the quantisation of its bf16 input."""
+    table: dict[str, Any] = {}
+    sums = np.zeros(2)
+    for name, (outer, inner) in SHAPES.items():
+        x = torch.randn(CHUNK, inner, device=DEVICE, dtype=torch.bfloat16)
+        weight = torch.randn(outer, inner, device=DEVICE, dtype=torch.bfloat16) * 0.02
+        layer = W8A8Linear.from_float(weight)
+        rows = layer.prepare(x)
+        if INT8_GEMM.choose(DEVICE).backend.run is not fused or rows.scale is None:
+            raise Wrong("another int8 product than the one to be measured serves here")
+        some = slice(0, CHUNK, CHUNK // 16)
+        want = ref.matmul(rows.values[some], layer._weight, layer._scale) * rows.scale[some]
+        error = relative_error(layer(rows)[some], want)
+        if not error <= 1e-6:
+            raise Wrong(f"int8 product {name}: error {error:.1e}")
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        layer.raw(rows)
+        if torch.cuda.max_memory_allocated() - held >= 4 * CHUNK * outer:
+            raise Wrong(f"int8 product {name}: an int32 result lay in memory")
+        codes, scale, w, s = rows.values, rows.scale, layer._weight, layer._scale
+        times = {
+            "bf16": milliseconds(lambda: x @ weight.T),
+            "quantise": milliseconds(lambda: layer.prepare(x)),
+            "triton": milliseconds(lambda: layer.raw(rows)),
+            "int_mm, int32 alone": milliseconds(lambda: torch._int_mm(codes, w.T)),
+            "int_mm, rescaled": milliseconds(lambda: int_mm.matmul(codes, w, s).mul_(scale)),
+        }
+        sums += times["bf16"], times["quantise"] + times["triton"]
+        tera = 2 * CHUNK * outer * inner / 1e9
+        table[name] = {
+            "ms": {key: round(value, 4) for key, value in times.items()},
+            "bf16_tflops": round(tera / times["bf16"]),
+            "int8_tops": round(tera / times["triton"]),
+            "speedup": round(times["bf16"] / (times["quantise"] + times["triton"]), 3),
+        }
+    return {**table, "layer_speedup": round(float(sums[0] / sums[1]), 4)}
+
+
+def chunking() -> dict[str, float]:
+    """The largest relative difference that cutting a prompt into chunks makes, by size of the chunks."""
+    n, heads = 1500, KV_HEADS
+    shape = _shape((heads - 1, 0), (1, heads))
+    q = torch.randn(2, n, heads * GROUP, D, device=DEVICE) * 2
+    k, v = torch.randn(2, 2, n, heads, D, device=DEVICE)
+    pool = BlockPool(shape, 32 * n // BLOCK, DEVICE)
+
+    def read(size: int) -> Tensor:
+        cache, outs = DuoCache(pool), []
+        for start in range(0, n, size):
+            part = slice(start, min(start + size, n))
+            cache.begin(part.stop - part.start)
+            outs.append(torch.stack([cache.attend(i, *(x[i, part] for x in (q, k, v))).float() for i in range(2)]))
+            cache.commit()
+        return torch.cat(outs, 1)
+
+    whole = read(n)
+    return {str(size): relative_error(read(size), whole.double()) for size in (1, 333, 1024)}
+
+
+def _decoder(packed: bool) -> tuple[Decoder, CacheShape]:
+    """The 8B shape as we run it, or in bf16 with full attention in every head."""
+    config = ModelConfig.from_hf(LLAMA_8B)
+    mask = np.arange(8)[None] < (np.array(HEADS)[:, None] if packed else np.full((32, 1), 8))
+    shape = CacheShape.for_model(config, mask, "kv4" if packed else "bf16", 128, 256, DEVICE)
+    make = W8A8Linear.from_float if packed else (lambda w, b: DenseLinear(w.to(torch.bfloat16), b))
+    how = Build(
+        mask, make, DenseLinear, lambda t: t.to(torch.bfloat16), shape.rotated, rotate_residual=packed, device=DEVICE
+    )
+    decoder = build_decoder(config, _random_tensors(config, DEVICE), how)
+    free()
+    return decoder, shape
+
+
+def read(decoder: Decoder, cache: DuoCache, until: int, chunk: int = CHUNK) -> tuple[list[int], list[float], float]:
+    """Reads random tokens up to `until`: ends of chunks, seconds up to each, and the share that the device was idle.
+
+    The host waits for the chunk before the last, as the engine does.
+    """
+    tokens = torch.randint(0, decoder.config.vocab_size, (until,))
+    ends, marks = [], []
+    while cache.length < until:
+        marks.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
+        marks[-1][0].record()
+        hidden = decoder.forward(tokens[cache.length : min(cache.length + chunk, until)], cache)
+        logits = decoder.logits(hidden[-1:])
+        marks[-1][1].record()
+        ends.append(cache.length)
+        if len(marks) > 1:
+            marks[-2][1].synchronize()
+    torch.cuda.synchronize()
+    if not logits.isfinite().all():
+        raise Wrong("the logits behind the prompt are not finite")
+    seconds = [marks[0][0].elapsed_time(end) / 1e3 for _, end in marks]
+    gaps = [end.elapsed_time(start) / 1e3 for (_, end), (start, _) in pairwise(marks)]
+    return ends, seconds, sum(gaps) / seconds[-1]
+
+
+def fit(lengths: list[int], seconds: list[float]) -> dict[str, Any]:
+    """Least squares of c N + d N^2, relative to what was measured."""
+    n, t = np.array(lengths, dtype=np.float64), np.array(seconds)
+    terms = np.stack((n, n * n), 1) / t[:, None]
+    (c, d), *_ = np.linalg.lstsq(terms / terms.max(0), np.ones_like(t), rcond=None)
+    c, d = c / terms[:, 0].max(), d / terms[:, 1].max()
+    residual = float(np.abs((c * n + d * n * n) / t - 1).max())
+    return {"c": float(c), "d": float(d), "worst_residual": residual, "measured": dict(zip(lengths, seconds, strict=True))}
+
+
+def _predicted(fitted: dict[str, Any], n: int) -> float:
+    return float(fitted["c"] * n + fitted["d"] * n * n)
+
+
+def whole(million: bool) -> dict[str, Any]:
+    """Whole prefills, and single chunks at the ends of the longest window."""
+    found: dict[str, Any] = {}
+    decoder, shape = _decoder(packed=True)
+    pool = BlockPool(shape, (MILLION if million else COMPARED) // BLOCK, DEVICE)
+    warm = DuoCache(pool)
+    read(decoder, warm, 5 * CHUNK)  # compiles every kernel
+    warm.release()
+    cache = DuoCache(pool)
+    ends, seconds, found["idle"] = read(decoder, cache, MILLION if million else COMPARED)
+    ours = seconds[ends.index(COMPARED)]
+    kv = COMPARED * shape.bytes_per_token + shape.exact_bytes + shape.window_bytes
+    if million:
+        found["million_s"] = round(seconds[-1], 2)
+    lengths = [n for n in ends if n % (ends[-1] // 8 // CHUNK * CHUNK) == 0]
+    found["fit"] = fit(lengths, [round(seconds[ends.index(n)], 3) for n in lengths])
+    found["chunk_s"] = [round(b - a, 4) for a, b in pairwise([0.0, *seconds])]
+    cache.release()
+    del cache, warm, pool
+    free()
+    pool = BlockPool(shape, WINDOW // BLOCK, DEVICE)
+    cache = DuoCache(pool)
+    first = read(decoder, cache, CHUNK)[1][0]
+    cache.release()
+    cache = _full_cache(pool, WINDOW - CHUNK)
+    last = read(decoder, cache, WINDOW)[1][0]
+    expected = _predicted(found["fit"], WINDOW) - _predicted(found["fit"], WINDOW - CHUNK)
+    found["window"] = {
+        "first_chunk_s": round(first, 3),
+        "last_chunk_s": round(last, 3),
+        "last_chunk_from_fit_s": round(expected, 3),
+        "off_fit": abs(expected / last - 1),
+        "total_from_fit_s": round(_predicted(found["fit"], WINDOW), 1),
+        "total_from_its_chunks_s": round((first + last) / 2 * WINDOW / CHUNK, 1),
+    }
+    del cache, pool, decoder
+    free()
+    decoder, shape = _decoder(packed=False)
+    pool = BlockPool(shape, COMPARED // BLOCK, DEVICE)
+    warm = DuoCache(pool)
+    read(decoder, warm, 3 * CHUNK)
+    warm.release()
+    theirs = read(decoder, DuoCache(pool), COMPARED)[1][-1]
+    full = COMPARED * shape.bytes_per_token + shape.exact_bytes
+    return found | {
+        "ours_320k_s": round(ours, 2),
+        "bf16_320k_s": round(theirs, 2),
+        "speedup_320k": theirs / ours,
+        "kv_share_320k": kv / full,
+        "chunk": CHUNK,
+    }

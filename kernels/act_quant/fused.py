@@ -1,0 +1,156 @@
+"""Activations quantised in Triton, one pass over memory: a program holds a token's whole row in registers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.jit import jit, missing, tl, triton
+
+_TINY = 1e-12  # as in the reference
+_LONGEST = 1 << 16  # channels of a row that registers hold
+
+
+def declines(device: torch.device) -> str | None:
+    """Serves CUDA from sm_80 up where Triton is installed."""
+    return missing(device)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As `ref.quantize_rows`; x of any float dtype, rows may lie apart."""
+    return _rows(x, None, 0.0, norm=False)
+
+
+def rms_norm_quantize(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """As `ref.rms_norm_quantize`."""
+    return _rows(x, weight, eps, norm=True)
+
+
+def gated_quantize(product: Tensor, scale: Tensor | None, turn: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `ref.gated_quantize`; leaves `product` as it is."""
+    n, width = product.shape[0], product.shape[1] // 2
+    block = 64 if turn is None else turn.shape[0]
+    if turn is not None and (block < 16 or block & (block - 1)):
+        from kernels.act_quant import ref
+
+        return ref.gated_quantize(product.float(), scale, turn)
+    assert product.stride(1) == 1
+    codes = product.new_empty(n, width, dtype=torch.int8)
+    steps = product.new_empty(n, 1, dtype=torch.float32)
+    _gated[(n,)](
+        product,
+        product if scale is None else scale,
+        product if turn is None else turn,
+        codes,
+        steps,
+        width,
+        product.stride(0),
+        SCALED=scale is not None,
+        TURNED=turn is not None,
+        # bf16 holds a Hadamard matrix of 4^n channels exactly, and what comes in bf16 loses nothing that counts.
+        NARROW=product.dtype == torch.bfloat16 and block in (16, 64, 256),
+        BLOCKS=triton.next_power_of_2(triton.cdiv(width, block)),
+        BLOCK=block,
+        TINY=_TINY,
+        num_warps=_warps(width),
+    )
+    return codes, steps
+
+
+def _rows(x: Tensor, weight: Tensor | None, eps: float, norm: bool) -> tuple[Tensor, Tensor]:
+    n, d = x.shape
+    assert x.stride(1) == 1 and d <= _LONGEST
+    codes = x.new_empty(n, d, dtype=torch.int8)
+    scale = x.new_empty(n, 1, dtype=torch.float32)
+    _quantize[(n,)](
+        x,
+        x if weight is None else weight,
+        codes,
+        scale,
+        d,
+        eps,
+        x.stride(0),
+        NORM=norm,
+        WEIGHT=weight is not None,
+        D=triton.next_power_of_2(d),
+        TINY=_TINY,
+        num_warps=_warps(d),
+    )
+    return codes, scale
+
+
+def _warps(channels: int) -> int:
+    return 4 if channels <= 4096 else 8 if channels <= 8192 else 16
+
+
+@jit
+def _codes(x, largest):
+    """Nearest int8, halves to even as torch rounds: adding 1.5 * 2^23 leaves no place for a fraction."""
+    return ((x * (127.0 / largest) + 12582912.0) - 12582912.0).to(tl.int8)
+
+
+@jit
+def _quantize(
+    x,
+    weight,
+    codes,
+    scale,
+    d,
+    eps,
+    stride,
+    NORM: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    D: tl.constexpr,
+    TINY: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, D)
+    inside = channel < d
+    values = tl.load(x + row * stride + channel, mask=inside, other=0.0).to(tl.float32)
+    factor = 1.0
+    if NORM:
+        factor = 1.0 / tl.sqrt(tl.sum(values * values) / d + eps)
+    if WEIGHT:
+        values *= tl.load(weight + channel, mask=inside, other=0.0)
+    largest = tl.maximum(tl.max(tl.abs(values)), TINY)
+    tl.store(codes + row * d + channel, _codes(values, largest), mask=inside)
+    tl.store(scale + row, largest / 127.0 * factor)
+
+
+@jit
+def _gated(
+    product,
+    scale,
+    turn,
+    codes,
+    steps,
+    width,
+    stride,
+    SCALED: tl.constexpr,
+    TURNED: tl.constexpr,
+    NARROW: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TINY: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None]
+    inside = channel < width
+    at = product + row * stride + channel
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+    factor = 1.0
+    if SCALED:
+        factor = tl.load(scale + row)
+        gate *= factor
+    out = gate / (1.0 + tl.exp(-gate)) * up
+    if TURNED:
+        inner = tl.arange(0, BLOCK)
+        matrix = tl.load(turn + inner[:, None] * BLOCK + inner[None])
+        if NARROW:
+            out = tl.dot(out.to(tl.bfloat16), matrix.to(tl.bfloat16))
+        else:
+            out = tl.dot(out, matrix, input_precision="tf32x3")
+    largest = tl.maximum(tl.max(tl.abs(out)), TINY)
+    tl.store(codes + row * width + channel, _codes(out, largest), mask=inside)
+    tl.store(steps + row, largest / 127.0 * factor)

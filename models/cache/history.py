@@ -1,0 +1,163 @@
+"""A chunk's attention of retrieval heads on a GPU: the history tile by tile, then the chunk's own blocks.
+
+A tile of packed history is unpacked into one of two fixed buffers on a stream of its own while the library's kernel
+attends to the tile before it; results are merged by log-sum-exp, and the kernel for the chunk's own blocks goes on from
+their sum. The buffers' size does not depend on the context: fewer heads make longer tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kernels.attention_prefill import ROWS, chunk
+from kernels.kv4_pack import fragment, fragment_rows
+from models.cache.shape import BLOCK, CacheShape
+from quant import kv4
+
+if TYPE_CHECKING:
+    from models.cache.pool import BlockPool
+
+# Tokens times heads of a tile. A merge costs as much as attention to 400 tokens, so 4 heads lose 0.6 % at this size.
+TILE = 1 << 18
+
+State = tuple[Tensor, Tensor]
+
+
+def declines(shape: CacheShape, device: torch.device) -> str | None:
+    """Why this way of reading a chunk cannot serve a cache, or None."""
+    if device.type != "cuda":
+        return f"CUDA only, not {device.type}"
+    if shape.bits == 8:
+        return "8-bit codes are unpacked by the reference"
+    if shape.exact_dtype != shape.compute_dtype:
+        return f"keys are kept in {shape.exact_dtype} and used in {shape.compute_dtype}"
+    if shape.bits == 4:
+        reason = fragment.declines(device, shape.head_dim, shape.group) or fragment_rows.declines(
+            device, shape.head_dim
+        )
+        if reason:
+            return reason
+    return chunk.declines(device, shape.head_dim, shape.compute_dtype)
+
+
+def scratch_bytes(shape: CacheShape) -> int:
+    """Bytes of the two buffers."""
+    return 2 * 2 * TILE * shape.head_dim * shape.compute_dtype.itemsize if shape.bits == 4 else 0
+
+
+class HistoryReader:
+    """Reads chunks for every sequence of a pool, one at a time."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._shape = pool.shape
+        self._scale = pool.shape.head_dim**-0.5
+        traits = {"head_dim": pool.shape.head_dim, "dtype": pool.shape.compute_dtype}
+        self._rows = ROWS.choose(pool.device, **traits).backend.run.attend
+
+    @cached_property
+    def _buffers(self) -> Tensor:
+        """[2, keys and values, TILE * d]."""
+        width = TILE * self._shape.head_dim
+        return torch.empty(2, 2, width, dtype=self._shape.compute_dtype, device=self._pool.device)
+
+    @cached_property
+    def _unpacking(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._pool.device)
+
+    def attend(
+        self,
+        slots: slice,
+        q: Tensor,
+        own: State,
+        first: State | None,
+        ids: Sequence[int],
+        table: Tensor,
+        before: int,
+        out: Tensor,
+    ) -> None:
+        """Attention of a chunk's queries q [n, heads, d] into out [n, heads, d]; stores its complete blocks.
+
+        own: keys and values [kv_heads, before + n, d] from the start of the block that the chunk starts in; first: the
+        sequence's first block, None when the chunk starts in it; ids: the blocks up to the chunk's last complete one,
+        and table: the same on the device.
+        """
+        filled = own[0].shape[1]
+        complete = filled // BLOCK
+        new = complete if first is not None else max(complete - 1, 0)
+        older = len(ids) - new
+        state = self._history(slots, q, ids[:older], table[:older]) if older else None
+        past = self._store(slots, own, complete, new, table[older:])
+        chunk.attend_chunk(q, own, past, first, state, before, self._scale, out)
+
+    def _store(self, slots: slice, own: State, complete: int, new: int, table: Tensor) -> State:
+        """Keeps the last `new` of `complete` blocks; all of them as later queries see them."""
+        if self._shape.bits == 16:
+            if new:
+                span = slice((complete - new) * BLOCK, complete * BLOCK)
+                self._pool.write_exact(slots, table, own[0][:, span], own[1][:, span])
+            return own
+        heads, _, d = own[0].shape
+        past = own[0].new_empty(2, heads, max(complete, 1) * BLOCK, d)
+        start = (complete - new) * BLOCK
+        for kept, x in zip(past, own, strict=True):
+            kept[:, : min(start, x.shape[1])] = x[:, :start]
+        if new:
+            span = slice(start, complete * BLOCK)
+            packed, share = self._pool.packed(slots, table), kv4.step_share(d, 4)
+            fragment_rows.store(packed, own[0][:, span], own[1][:, span], share, past[0][:, start:], past[1][:, start:])
+        return past[0], past[1]
+
+    def _history(self, slots: slice, q: Tensor, ids: Sequence[int], table: Tensor) -> State:
+        """Attention to all blocks in `table`: output [n, heads, d] and log-sum-exp [n, heads]."""
+        state: State | None = None
+        merged = False
+        for keys, values in self._tiles(slots, ids, table):
+            part = self._rows(q, keys, values, scale=self._scale)
+            if state is None:
+                state = part
+                continue
+            sums = state if merged else (torch.empty_like(part[0], dtype=torch.float32), torch.empty_like(part[1]))
+            state = chunk.merge(state, part, sums)
+            merged = True
+        assert state is not None
+        return state
+
+    def _tiles(self, slots: slice, ids: Sequence[int], table: Tensor) -> Iterator[State]:
+        if self._shape.bits == 16:
+            yield from self._pool.read(slots, ids, len(ids) * BLOCK)
+            return
+        heads, d = slots.stop - slots.start, self._shape.head_dim
+        step = TILE // heads // BLOCK
+        working = torch.cuda.current_stream(self._pool.device)
+        self._unpacking.wait_stream(working)  # what was written before, and who still reads the buffers
+        free: list[torch.cuda.Event | None] = [None, None]
+        tiles = [table[i : i + step] for i in range(0, table.numel(), step)]
+        ready = self._unpack(slots, tiles[0], 0, None)
+        for number, tile in enumerate(tiles):
+            side = number % 2
+            following = None
+            if number + 1 < len(tiles):
+                following = self._unpack(slots, tiles[number + 1], 1 - side, free[1 - side])
+            working.wait_event(ready)
+            yield self._views(side, heads, tile.numel() * BLOCK, d)
+            free[side] = working.record_event()
+            if following is not None:
+                ready = following
+
+    def _unpack(self, slots: slice, ids: Tensor, side: int, free: torch.cuda.Event | None) -> torch.cuda.Event:
+        keys, values = self._views(side, slots.stop - slots.start, ids.numel() * BLOCK, self._shape.head_dim)
+        with torch.cuda.stream(self._unpacking):
+            if free is not None:
+                self._unpacking.wait_event(free)
+            fragment_rows.restore(self._pool.packed(slots, ids), keys, values)
+            return self._unpacking.record_event()
+
+    def _views(self, side: int, heads: int, tokens: int, d: int) -> State:
+        keys, values = (x[: heads * tokens * d].view(heads, tokens, d) for x in self._buffers[side])
+        return keys, values
