@@ -147,31 +147,7 @@ def gemm() -> dict[str, Any]:
     table: dict[str, Any] = {}
     sums = np.zeros(2)
     for name, (outer, inner) in SHAPES.items():
-        x = torch.randn(CHUNK, inner, device=DEVICE, dtype=torch.bfloat16)
-        weight = torch.randn(outer, inner, device=DEVICE, dtype=torch.bfloat16) * 0.02
-        layer = W8A8Linear.from_float(weight)
-        rows = layer.prepare(x)
-        if INT8_GEMM.choose(DEVICE).backend.run is not fused or rows.scale is None:
-            raise Wrong("another int8 product than the one to be measured serves here")
-        some = slice(0, CHUNK, CHUNK // 16)
-        want = ref.matmul(rows.values[some], layer._weight, layer._scale) * rows.scale[some]
-        error = relative_error(layer(rows)[some], want)
-        if not error <= 1e-6:
-            raise Wrong(f"int8 product {name}: error {error:.1e}")
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-        layer.raw(rows)
-        if torch.cuda.max_memory_allocated() - held >= 4 * CHUNK * outer:
-            raise Wrong(f"int8 product {name}: an int32 result lay in memory")
-        codes, scale, w, s = rows.values, rows.scale, layer._weight, layer._scale
-        times = {
-            "bf16": milliseconds(lambda: x @ weight.T),
-            "quantise": milliseconds(lambda: layer.prepare(x)),
-            "triton": milliseconds(lambda: layer.raw(rows)),
-            "int_mm, int32 alone": milliseconds(lambda: torch._int_mm(codes, w.T)),
-            "int_mm, rescaled": milliseconds(lambda: int_mm.matmul(codes, w, s).mul_(scale)),
-        }
+        times = _product_times(name, outer, inner)
         sums += times["bf16"], times["quantise"] + times["triton"]
         tera = 2 * CHUNK * outer * inner / 1e9
         table[name] = {
@@ -181,6 +157,34 @@ def gemm() -> dict[str, Any]:
             "speedup": round(times["bf16"] / (times["quantise"] + times["triton"]), 3),
         }
     return {**table, "layer_speedup": round(float(sums[0] / sums[1]), 4)}
+
+
+def _product_times(name: str, outer: int, inner: int) -> dict[str, float]:
+    x = torch.randn(CHUNK, inner, device=DEVICE, dtype=torch.bfloat16)
+    weight = torch.randn(outer, inner, device=DEVICE, dtype=torch.bfloat16) * 0.02
+    layer = W8A8Linear.from_float(weight)
+    rows = layer.prepare(x)
+    if INT8_GEMM.choose(DEVICE).backend.run is not fused or rows.scale is None:
+        raise Wrong("another int8 product than the one to be measured serves here")
+    codes, token_scale, codes_w, scale_w = rows.values, rows.scale, layer._weight, layer._scale
+    some = slice(0, CHUNK, CHUNK // 16)
+    want = ref.matmul(codes[some], codes_w, scale_w) * token_scale[some]
+    error = relative_error(layer(rows)[some], want.double())
+    if not error <= 1e-6:
+        raise Wrong(f"int8 product {name}: error {error:.1e}")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    layer.raw(rows)
+    if torch.cuda.max_memory_allocated() - held >= 4 * CHUNK * outer:
+        raise Wrong(f"int8 product {name}: an int32 result lay in memory")
+    return {
+        "bf16": milliseconds(lambda: x @ weight.T),
+        "quantise": milliseconds(lambda: layer.prepare(x)),
+        "triton": milliseconds(lambda: layer.raw(rows)),
+        "int_mm, int32 alone": milliseconds(lambda: torch._int_mm(codes, codes_w.T)),
+        "int_mm, rescaled": milliseconds(lambda: int_mm.matmul(codes, codes_w, scale_w).mul_(token_scale)),
+    }
 
 
 def chunking() -> dict[str, float]:
@@ -249,7 +253,12 @@ def fit(lengths: list[int], seconds: list[float]) -> dict[str, Any]:
     (c, d), *_ = np.linalg.lstsq(terms / terms.max(0), np.ones_like(t), rcond=None)
     c, d = c / terms[:, 0].max(), d / terms[:, 1].max()
     residual = float(np.abs((c * n + d * n * n) / t - 1).max())
-    return {"c": float(c), "d": float(d), "worst_residual": residual, "measured": dict(zip(lengths, seconds, strict=True))}
+    return {
+        "c": float(c),
+        "d": float(d),
+        "worst_residual": residual,
+        "measured": dict(zip(lengths, seconds, strict=True)),
+    }
 
 
 def _predicted(fitted: dict[str, Any], n: int) -> float:

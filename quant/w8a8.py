@@ -129,9 +129,7 @@ class W8A8Linear:
     def __call__(self, rows: Rows, dtype: torch.dtype = torch.float32) -> Tensor:
         if hasattr(self._gemm, "product"):
             wanted = () if dtype == torch.float32 else (dtype,)
-            product: Tensor = self._gemm.product(
-                rows.values, rows.scale, self._weight, self._scale, self.bias, *wanted
-            )
+            product: Tensor = self._gemm.product(rows.values, rows.scale, self._weight, self._scale, self.bias, *wanted)
             return product
         out, scale = self.raw(rows)
         if scale is not None:

@@ -77,7 +77,7 @@ def _place(
     cosine = tl.load(phase, mask=inside, other=0.0)
     sine = tl.load(phase + 1, mask=inside, other=0.0)
     x = tl.reshape(tl.join(real * cosine - imaginary * sine, real * sine + imaginary * cosine), (TOKENS, D))
-    if TURNED:
+    if TURNED:  # noqa: SIM102 - a constant, and a choice of the program
         if ((head >= first) & (head < first_end)) | ((head >= second) & (head < second_end)):
             matrix = tl.load(turn + channel[:, None] * D + channel[None])
             if NARROW:  # as exact as what is stored; a Hadamard matrix times its root is +-1, which fp16 holds

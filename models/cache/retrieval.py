@@ -107,7 +107,7 @@ class RetrievalHeads:
     def _listing(self, ids: Sequence[int], blocks: int) -> Tensor:
         """The first `blocks` ids on the device; a sequence's ids only grow, so each is copied once."""
         if blocks > self._listed:
-            # Pinned, so that the copy does not wait for the device and the next chunk can be made ready behind this one.
+            # Pinned, so that the copy does not wait for the device: the next chunk is made ready behind this one.
             pinned = self._table.is_cuda
             new = torch.tensor(ids[self._listed : blocks], dtype=torch.int32, pin_memory=pinned)
             self._table[self._listed : blocks].copy_(new, non_blocking=pinned)

@@ -110,7 +110,10 @@ def _pool(heads, blocks, d):
 def test_blocks_are_restored(poisoned, d, table):
     heads = 2
     keys, values, scales = _pool(heads, 5, d)
-    codes = fragment.unpack_keys(keys[:, table].flatten(1), d), fragment.unpack_values(values[:, :, table].flatten(2), d)
+    codes = (
+        fragment.unpack_keys(keys[:, table].flatten(1), d),
+        fragment.unpack_values(values[:, :, table].flatten(2), d),
+    )
     steps = scales[:, table].flatten(1, 2).split(1, -1)
     want = [kv4.dequantize(c, *steps[2 * i : 2 * i + 2], 4, torch.float32) for i, c in enumerate(codes)]
     packed = Packed(*(x.to(DEVICE) for x in (keys, values, scales, torch.tensor(table, dtype=torch.int32))))
