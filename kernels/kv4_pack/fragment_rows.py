@@ -1,4 +1,4 @@
-"""Blocks in fragment order written and read back in Triton: quantised, packed, unpacked and scaled in one pass each.
+"""Blocks in fragment order written and read back in Triton.
 
 The order is that of `kernels/kv4_pack/fragment.py`: element (token t, channel c) of a tile of 32 tokens is four bits of
 one 32-bit word. The formulas here and the permutations there are two forms of one map; a test holds them together.
@@ -29,12 +29,19 @@ def store(packed: Packed, keys: Tensor, values: Tensor, share: float, past_k: Te
     """
     heads, tokens, d = keys.shape
     assert all(t.stride(2) == 1 for t in (keys, values, past_k, past_v))
-    _store[(tokens // 32, heads)](
+    key_words, value_words, scales, table, key_head, value_head, scales_head = _addresses(packed)
+    codes = torch.empty(2, heads, tokens, d, dtype=torch.uint8, device=keys.device)
+    grid = (tokens // 32, heads)
+    _quantize[grid](
         keys,
         values,
-        *_addresses(packed),
+        codes,
+        scales,
+        table,
+        scales_head,
         past_k,
         past_v,
+        tokens,
         keys.stride(0),
         keys.stride(1),
         values.stride(0),
@@ -47,6 +54,8 @@ def store(packed: Packed, keys: Tensor, values: Tensor, share: float, past_k: Te
         D=d,
         num_warps=4,
     )
+    for side in (False, True):
+        _pack[grid](codes, key_words, value_words, table, key_head, value_head, tokens, D=d, VALUES=side, num_warps=4)
 
 
 def restore(packed: Packed, keys: Tensor, values: Tensor) -> None:
@@ -80,21 +89,6 @@ def _addresses(packed: Packed) -> tuple[Tensor | int, ...]:
 
 
 @jit
-def _packed_words(codes, D: tl.constexpr, VALUES: tl.constexpr):
-    """codes [32, D] -> words [4 D] in the order of memory."""
-    if VALUES:
-        # tokens: sixteen, far, column, half; channels: sixteen (two parts), upper, row
-        split = tl.reshape(codes, (2, 2, 4, 2, D // 64, 4, 2, 8))
-        nibbles = tl.permute(split, (0, 4, 7, 2, 5, 3, 1, 6))
-    else:
-        # tokens: sixteen, upper, row; channels: segment of 32 (two parts), column, step, far, half
-        split = tl.reshape(codes, (2, 2, 8, D // 64, 2, 4, 2, 2, 2))
-        nibbles = tl.permute(split, (0, 3, 2, 5, 4, 6, 8, 7, 1))
-    flat = tl.reshape(nibbles, (4 * D, 8))
-    return tl.sum(flat << (4 * tl.arange(0, 8))[None], 1)
-
-
-@jit
 def _quantized(x, share):
     """As quant.kv4.quantize: codes, step and middle of rows x [32, D] in fp32; step and middle as fp16 holds them."""
     low, high = tl.min(x, 1), tl.max(x, 1)
@@ -107,18 +101,16 @@ def _quantized(x, share):
 
 
 @jit
-def _store(
+def _quantize(
     keys,
     values,
-    key_words,
-    value_words,
+    codes,
     scales,
     table,
-    key_words_head,
-    value_words_head,
     scales_head,
     past_k,
     past_v,
+    tokens,
     keys_head,
     keys_row,
     values_head,
@@ -134,28 +126,54 @@ def _store(
     block = tl.load(table + tile // 4).to(tl.int64)
     token = tile.to(tl.int64) * 32 + tl.arange(0, 32)
     channel = tl.arange(0, D)
-    word = (block * 4 + tile % 4) * (4 * D) + tl.arange(0, 4 * D)
     scale_at = scales + head * scales_head + (block * 128 + tile % 4 * 32 + tl.arange(0, 32)) * 4
+    code_at = codes + (head * tokens + token[:, None]) * D + channel[None]
+    for side in tl.static_range(2):
+        if side == 0:
+            x = tl.load(keys + head * keys_head + token[:, None] * keys_row + channel[None]).to(tl.float32)
+            back_at = past_k + head * past_k_head + token[:, None] * past_k_row + channel[None]
+        else:
+            x = tl.load(values + head * values_head + token[:, None] * values_row + channel[None]).to(tl.float32)
+            back_at = past_v + head * past_v_head + token[:, None] * past_v_row + channel[None]
+        found, step, middle = _quantized(x, share)
+        tl.store(code_at + side * tl.num_programs(1) * tokens * D, found.to(tl.uint8))
+        tl.store(scale_at + 2 * side, step)
+        tl.store(scale_at + 2 * side + 1, middle)
+        back = (found.to(tl.float32) - 8.0) * step.to(tl.float32)[:, None] + middle.to(tl.float32)[:, None]
+        tl.store(back_at, back.to(past_k.dtype.element_ty))
 
-    x = tl.load(keys + head * keys_head + token[:, None] * keys_row + channel[None]).to(tl.float32)
-    codes, step, middle = _quantized(x, share)
-    tl.store(key_words + head * key_words_head + word, _packed_words(codes, D, False))
-    tl.store(scale_at, step)
-    tl.store(scale_at + 1, middle)
-    back = (codes.to(tl.float32) - 8.0) * step.to(tl.float32)[:, None] + middle.to(tl.float32)[:, None]
-    tl.store(
-        past_k + head * past_k_head + token[:, None] * past_k_row + channel[None], back.to(past_k.dtype.element_ty)
-    )
 
-    x = tl.load(values + head * values_head + token[:, None] * values_row + channel[None]).to(tl.float32)
-    codes, step, middle = _quantized(x, share)
-    tl.store(value_words + head * value_words_head + word, _packed_words(codes, D, True))
-    tl.store(scale_at + 2, step)
-    tl.store(scale_at + 3, middle)
-    back = (codes.to(tl.float32) - 8.0) * step.to(tl.float32)[:, None] + middle.to(tl.float32)[:, None]
-    tl.store(
-        past_v + head * past_v_head + token[:, None] * past_v_row + channel[None], back.to(past_v.dtype.element_ty)
-    )
+@jit
+def _pack(
+    codes,
+    key_words,
+    value_words,
+    table,
+    key_words_head,
+    value_words_head,
+    tokens,
+    D: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    block = tl.load(table + tile // 4).to(tl.int64)
+    place = tl.arange(0, 4 * D)
+    piece, lane, high = place[:, None] % 4, place[:, None] // 4 % 32, place[:, None] // 128
+    row, column = lane // 4, lane % 4
+    sixteen, sixty_four = high // (D // 64), high % (D // 64)
+    nibble = tl.arange(0, 8)[None]
+    half, far, upper = nibble // 4, nibble // 2 % 2, nibble % 2
+    if VALUES:
+        t = sixteen * 16 + far * 8 + column * 2 + half
+        c = sixty_four * 64 + piece * 16 + upper * 8 + row
+        words, words_head, side = value_words, value_words_head, 1
+    else:
+        t = sixteen * 16 + upper * 8 + row
+        c = sixty_four * 64 + piece // 2 * 32 + column * 8 + piece % 2 * 4 + far * 2 + half
+        words, words_head, side = key_words, key_words_head, 0
+    at = codes + ((side * tl.num_programs(1) + head) * tokens + tile * 32 + t) * D + c
+    packed = tl.sum(tl.load(at).to(tl.int32) << (4 * nibble), 1)
+    tl.store(words + head * words_head + (block * 4 + tile % 4) * (4 * D) + place, packed)
 
 
 @jit

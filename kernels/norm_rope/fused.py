@@ -10,7 +10,6 @@ from torch import Tensor
 from kernels.jit import jit, missing, tl, triton
 from kernels.norm_rope import ref
 
-_TOKENS = 128  # of a program
 _HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
@@ -28,8 +27,10 @@ def place(heads: Tensor, table: Tensor, placed: int, turned: Sequence[tuple[int,
         heads[:, :placed] = wide
         return
     assert heads.stride(2) == 1 and len(turned) <= 2
+    narrow = heads.dtype == torch.float16
+    tokens = 128 if narrow else 32  # of a program: three products in tf32 need more room
     (first, first_count), (second, second_count) = (*turned, (0, 0), (0, 0))[:2]
-    _place[(triton.cdiv(n, _TOKENS), placed)](
+    _place[(triton.cdiv(n, tokens), placed)](
         heads,
         torch.view_as_real(table),
         turn,
@@ -41,9 +42,9 @@ def place(heads: Tensor, table: Tensor, placed: int, turned: Sequence[tuple[int,
         heads.stride(0),
         heads.stride(1),
         TURNED=len(turned) > 0,
-        NARROW=heads.dtype == torch.float16,
+        NARROW=narrow,
         D=d,
-        TOKENS=_TOKENS,
+        TOKENS=tokens,
         num_warps=8,
     )
 
