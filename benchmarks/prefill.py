@@ -47,12 +47,17 @@ def main(argv: list[str]) -> int:
         print("This benchmark needs a CUDA GPU.", file=sys.stderr)
         return 1
     torch.manual_seed(0)
-    details: dict[str, Any] = {"attention": attention(), "gemm": gemm(), "chunking_error": chunking()}
-    free()
-    details["whole"] = whole(args.million)
+    details: dict[str, Any] = {}
+    for name, part in (
+        ("attention", attention),
+        ("gemm", gemm),
+        ("chunking_error", chunking),
+        ("whole", lambda: whole(args.million)),
+    ):
+        details[name] = part()
+        print(f"{name}: {details[name]}", flush=True)
+        free()
     bars = _bars(details)
-    for name, figure in details.items():
-        print(f"{name}: {figure}")
     finish("prefill", argv, bars, details, args.json, torch.get_num_threads())
     return 0 if all(bar.holds for bar in bars) else 1
 
@@ -282,6 +287,7 @@ def whole(million: bool) -> dict[str, Any]:
     lengths = [n for n in ends if n % (ends[-1] // 8 // CHUNK * CHUNK) == 0]
     found["fit"] = fit(lengths, [round(seconds[ends.index(n)], 3) for n in lengths])
     found["chunk_s"] = [round(b - a, 4) for a, b in pairwise([0.0, *seconds])]
+    print(found, flush=True)
     cache.release()
     del cache, warm, pool
     free()

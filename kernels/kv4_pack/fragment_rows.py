@@ -53,6 +53,7 @@ def store(packed: Packed, keys: Tensor, values: Tensor, share: float, past_k: Te
         share,
         D=d,
         num_warps=4,
+        enable_fp_fusion=False,  # halves between two codes are common, and a fused product rounds them otherwise
     )
     for side in (False, True):
         _pack[grid](codes, key_words, value_words, table, key_head, value_head, tokens, D=d, VALUES=side, num_warps=4)
