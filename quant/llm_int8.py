@@ -7,10 +7,8 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from kernels.act_quant.ref import gated
-from kernels.norm_rope import rms_norm
 from quant.formats import QuantizedWeight
-from quant.w8a8 import Rows
+from quant.w8a8 import DenseLinear, Rows
 
 _THRESHOLD = 6.0  # inputs beyond it count as outliers, as in the paper
 
@@ -22,7 +20,7 @@ def missing() -> str | None:
     return None
 
 
-class LlmInt8Linear:
+class LlmInt8Linear(DenseLinear):
     """y = x W^T + b by bitsandbytes; activations stay unquantised until its own product."""
 
     def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> None:
@@ -30,35 +28,12 @@ class LlmInt8Linear:
 
         plain = weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
         rows, columns = plain.shape
-        self._dtype = torch.float16 if plain.is_cuda else torch.float32
+        # Of the dense layer only its dtype is used: what this product takes.
+        super().__init__(plain.new_empty(0, dtype=torch.float16 if plain.is_cuda else torch.float32), bias)
         self._layer = Linear8bitLt(columns, rows, bias=False, has_fp16_weights=False, threshold=_THRESHOLD)
         self._layer.weight = Int8Params(plain.half().cpu(), requires_grad=False, has_fp16_weights=False)
         self._layer = self._layer.to(plain.device)
-        self.bias = None if bias is None else bias.float()
-        self.nbytes = rows * columns + 4 * rows + (0 if bias is None else 4 * bias.numel())
-
-    def prepare(self, x: Tensor) -> Rows:
-        """As Linear.prepare."""
-        return Rows(x.to(self._dtype))
-
-    def prepare_normed(self, x: Tensor, weight: Tensor | None, eps: float) -> Rows:
-        """As Linear.prepare_normed."""
-        return Rows(rms_norm(x, weight, eps).to(self._dtype))
-
-    def prepare_gated(self, product: Tensor, scale: Tensor | None, turn: Tensor | None) -> Rows:
-        """As Linear.prepare_gated."""
-        out = gated(product, scale, turn)
-        return Rows((out if scale is None else out.mul_(scale)).to(self._dtype))
+        self.nbytes += rows * columns + 4 * rows
 
     def raw(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
-        """As Linear.raw."""
         return self._layer(rows.values).float(), None
-
-    def __call__(self, rows: Rows) -> Tensor:
-        """As Linear.__call__."""
-        out, _ = self.raw(rows)
-        return out if self.bias is None else out + self.bias
-
-    def add_to(self, total: Tensor, rows: Rows) -> None:
-        """As Linear.add_to."""
-        total += self(rows)
