@@ -1,4 +1,4 @@
-"""The command line: `python -m app serve | ask | plan | quantize | identify | doctor | bench`; by itself it serves.
+"""The command line: `python -m app COMMAND` (see `--help`); without a command it serves.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. Errors are one line unless --debug is given.
 """
@@ -114,6 +114,10 @@ def build_parser() -> argparse.ArgumentParser:
     identify.add_argument("--seed", type=int, default=0, metavar="S", help="of the passkeys (default 0)")
     _model_flags(identify)
     _running_flags(identify)
+
+    from app.cli_eval import add_kinds
+
+    add_kinds(commands.add_parser("eval", help="measure a model, or what settings cost"), _running_flags)
 
     doctor = commands.add_parser(
         "doctor",
@@ -237,6 +241,10 @@ def run(argv: Sequence[str]) -> int:
         from app.cli_identify import identify
 
         return identify(settings, args)
+    if args.command == "eval":
+        from app.cli_eval import evaluate
+
+        return evaluate(settings, args)
     if args.command == "ask":
         from app.cli_ask import ask, sampling_of
 

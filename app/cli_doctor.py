@@ -55,7 +55,9 @@ def report() -> Iterator[str]:
         rows = kernel_report(device, usual)
         endless = replace(usual, retrieval_heads=(0,), streaming_heads=(8,), bits=16)
         rows += [
-            row for row in kernel_report(device, endless) if row["kernel"] not in {seen["kernel"] for seen in rows}
+            row
+            for row in kernel_report(device, endless, endless=True)
+            if row["kernel"] not in {seen["kernel"] for seen in rows}
         ]
         for row in rows:
             yield f"  {row['kernel']:<18} {row['chosen']}"

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from app.errors import UsageError
 
-Weights = Literal["w8a8", "bf16"]
+Weights = Literal["w8a8", "bf16", "llm.int8"]
 Kv = Literal["kv4", "kv8", "bf16"]
 Mode = Literal["duo", "endless"]
 EngineName = Literal["own", "openai"]

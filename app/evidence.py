@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +27,7 @@ _ALIKE = {"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2013": 
 
 @dataclass(frozen=True)
 class Passage:
-    """Characters `start` to `end` of a document's text, on page `page`, from line `line` of the document (from 1).
+    """Characters `start` to `end` of a document's text, on page `page`, from line `line` of its file `name` (from 1).
 
     document: its label in the library. strength: the passage's share, 0 to 1, of the attention that the answer gave to
     all documents.
@@ -127,13 +126,9 @@ def _bounds(text: str, at: int) -> tuple[int, int]:
 
 def _passage(source: Source, start: int, end: int, strength: float) -> Passage:
     document = source.document
-    line = document.text.count("\n", 0, start) + 1
+    place = document.place(start)
     excerpt = document.text[start:end].strip()
-    return Passage(source.label, document.name, start, end, _page(document, start), line, round(strength, 4), excerpt)
-
-
-def _page(document: Document, at: int) -> int:
-    return document.pages[bisect_right(document.pages, at, key=lambda page: page.start) - 1].number
+    return Passage(source.label, place.file, start, end, place.page, place.line, round(strength, 4), excerpt)
 
 
 def quotes(answer: str, documents: Sequence[Document]) -> list[Quote]:
@@ -155,7 +150,8 @@ def _look_up(text: str, documents: Sequence[Document]) -> Quote:
     pattern = re.compile(r"\s+".join(map(re.escape, words)), re.IGNORECASE)
     for document in documents:
         if found := pattern.search(_plain(document.text)):
-            return Quote(text, document.name, _page(document, found.start()))
+            place = document.place(found.start())
+            return Quote(text, place.file, place.page)
     return Quote(text, None, None)
 
 

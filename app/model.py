@@ -27,6 +27,7 @@ from models.checkpoint import open_checkpoint
 from models.config import ModelConfig
 from models.errors import BadCheckpoint, BadPattern
 from models.heads import HeadPattern, default_pattern, fetch_pattern
+from models.keys import key_warning
 
 LoadProgress = Callable[[str, float], None]
 """Told the stage and how far loading is, from 0 to 1."""
@@ -106,6 +107,9 @@ def open_model(settings: Settings, progress: LoadProgress) -> OpenModel:
             f"The tokenizer has {tokenizer.vocab_size:,} tokens, the model {config.vocab_size:,}: they do not belong "
             "together."
         )
+    note = files.note
+    if settings.kv == "kv4" and (warning := key_warning(checkpoint)):
+        note = f"{note} {warning}".strip()
     runner = build_runner(checkpoint, pattern, settings, lambda done: progress("Reading the weights", 0.1 + 0.8 * done))
     plan = runner.plan
     return OpenModel(
@@ -115,7 +119,7 @@ def open_model(settings: Settings, progress: LoadProgress) -> OpenModel:
         eos_ids=frozenset(config.eos_ids),
         bytes_for=lambda context: plan.fixed_bytes + context * plan.bytes_per_token,
         quadratic_cost=_quadratic_cost(config, runner.describe()["retrieval_ratio"]),
-        note=files.note,
+        note=note,
         pattern_note=pattern_note,
     )
 

@@ -177,7 +177,7 @@ def _llama_cpp(path: Path, threads: int) -> Any:
 
     class LlamaCpp:
         def __init__(self) -> None:
-            options = {
+            options: dict[str, Any] = {
                 "n_threads": threads,
                 "n_threads_batch": threads,
                 "n_ctx": 8192,

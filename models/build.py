@@ -15,8 +15,9 @@ from models.config import ModelConfig
 from models.decoder import Decoder, Layer
 from models.errors import BadCheckpoint, UnsupportedModel
 from models.turn import FOLDED, rotate_values, turn_residual
-from quant import kv4
+from quant import kv4, llm_int8
 from quant.formats import QuantizedWeight
+from quant.llm_int8 import LlmInt8Linear
 from quant.w8a8 import DenseLinear, Head, Linear, W8A8Head, W8A8Linear, dense_dtype, int8_head
 
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -100,16 +101,22 @@ def load_decoder(
     device: torch.device,
     progress: Callable[[float], None] = lambda done: None,
 ) -> Decoder:
-    """The decoder of a checkpoint with "w8a8", "bf16" or (for comparisons) "fp32" weights on `device`."""
+    """The decoder of a checkpoint with "w8a8", "bf16", "llm.int8" or (for comparisons) "fp32" weights on `device`.
+
+    A checkpoint that holds int8 weights is multiplied out for all but "w8a8".
+    """
 
     form = checkpoint.int8_format
-    if form is not None and weights != "w8a8":
-        raise UnsupportedModel("weights", weights, f"w8a8: {checkpoint.source} holds 8-bit weights")
+    if weights == "llm.int8" and (reason := llm_int8.missing()):
+        raise UnsupportedModel("weights", weights, f"w8a8 and bf16, since {reason}")
 
     def linear(weight: Weight, bias: Tensor | None) -> Linear:
-        if isinstance(weight, QuantizedWeight) or (weights == "w8a8" and form is None):
+        if weights == "llm.int8":
+            return LlmInt8Linear(weight, bias)
+        if weights == "w8a8" and (form is None or isinstance(weight, QuantizedWeight)):
             return W8A8Linear.from_float(weight, bias)
-        return DenseLinear(weight.to(torch.float32 if weights == "fp32" else torch.bfloat16), bias)
+        plain = weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+        return DenseLinear(plain.to(torch.float32 if weights == "fp32" else torch.bfloat16), bias)
 
     how = Build(
         mask,

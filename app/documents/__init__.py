@@ -1,6 +1,6 @@
 """Files to text with a page map: one reader a format."""
 
-from app.documents.document import Document, Limits, Page
+from app.documents.document import Document, File, Limits, Page, Place
 from app.documents.read import read_document
 
-__all__ = ["Document", "Limits", "Page", "read_document"]
+__all__ = ["Document", "File", "Limits", "Page", "Place", "read_document"]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import time
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from app.errors import DocumentTooLarge, UsageError
 
-Kind = Literal["text", "pdf", "docx", "html"]
+Kind = Literal["text", "pdf", "docx", "html", "epub", "notebook", "code"]
 
 # C0 and C1 controls but tab and newline, DEL, the byte-order mark and U+FFFE/U+FFFF, which are no characters.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ufeff\ufffe\uffff]")
@@ -20,17 +22,29 @@ PAGE_CHARS = 3000
 
 @dataclass(frozen=True)
 class Limits:
-    """How large a document may be: bytes of the file, bytes it unpacks to, characters of its text."""
+    """How large a document may be: bytes of the file, bytes it unpacks to, characters of its text, seconds to read.
+
+    The clock runs from when the limits were made.
+    """
 
     max_bytes: int = 256 << 20
     max_unpacked_bytes: int = 512 << 20
     max_chars: int = 64_000_000
+    max_seconds: float = 300.0
+    began: float = field(default_factory=time.monotonic)
 
     def check_chars(self, name: str, chars: int) -> None:
         """Raise DocumentTooLarge when a text is longer than `max_chars`."""
         if chars > self.max_chars:
             raise DocumentTooLarge(
                 f"{name} holds more than {self.max_chars:,} characters, the limit for one document. Split the file."
+            )
+
+    def check_time(self, name: str) -> None:
+        """Raise DocumentTooLarge when reading takes longer than `max_seconds`."""
+        if time.monotonic() - self.began > self.max_seconds:
+            raise DocumentTooLarge(
+                f"{name} takes longer than {self.max_seconds:,.0f} s to read, the limit for one document. Split it."
             )
 
 
@@ -44,8 +58,29 @@ class Page:
 
 
 @dataclass(frozen=True)
+class File:
+    """A file of a folder or archive, whose content is `text[start:end]` of its document."""
+
+    path: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something stands: the file's name or path, the page, and the line in that file, both from 1."""
+
+    file: str
+    page: int
+    line: int
+
+
+@dataclass(frozen=True)
 class Document:
-    """A file's text. Pages follow one another without a gap and cover the whole text."""
+    """A file's text, or that of a folder's or archive's `files` in order, which do not overlap.
+
+    Pages follow one another without a gap and cover the whole text.
+    """
 
     name: str
     kind: Kind
@@ -54,6 +89,16 @@ class Document:
     warnings: tuple[str, ...]
     size_bytes: int
     sha256: str
+    files: tuple[File, ...] = ()
+
+    def place(self, at: int) -> Place:
+        """Where character `at` of the text stands; what is in no file, as a folder's tree, is in the document."""
+        page = self.pages[bisect_right(self.pages, at, key=lambda page: page.start) - 1].number
+        index = bisect_right(self.files, at, key=lambda file: file.start) - 1
+        if index >= 0 and at < self.files[index].end:
+            file = self.files[index]
+            return Place(file.path, page, self.text.count("\n", file.start, at) + 1)
+        return Place(self.name, page, self.text.count("\n", 0, at) + 1)
 
     def slice(self, first_page: int, last_page: int) -> str:
         """The text of pages `first_page` to `last_page`, both counted from 1 and included."""
@@ -66,11 +111,15 @@ class Document:
 
 @dataclass(frozen=True)
 class Extract:
-    """A reader's raw result: the text of each page and what the person should know."""
+    """A reader's raw result: the text of each page and what the person should know.
+
+    `files`: of each file inside, its path, the index of its first page, and the characters ahead of it on that page.
+    """
 
     kind: Kind
     pages: list[str]
     warnings: tuple[str, ...] = ()
+    files: tuple[tuple[str, int, int], ...] = ()
 
 
 def clean(text: str) -> tuple[str, int]:

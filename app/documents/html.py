@@ -26,8 +26,8 @@ def looks_like_html(data: bytes) -> bool:
     return _OPENING.match(data[:4096].removeprefix(b"\xef\xbb\xbf")) is not None
 
 
-def read(data: bytes, name: str, limits: Limits) -> Extract:
-    """The page's title and visible text; headings, list items and table rows on lines of their own."""
+def read(data: bytes, name: str, limits: Limits, title: bool = True) -> Extract:
+    """The page's title, if wanted, and visible text; headings, list items and table rows on lines of their own."""
     declared = _CHARSET.search(data[:4096])
     decoded = decode(data, name, declared.group(1).decode("ascii") if declared else None)
     limits.check_chars(name, len(decoded.text))
@@ -36,9 +36,9 @@ def read(data: bytes, name: str, limits: Limits) -> Extract:
     root = etree.fromstring(decoded.text.replace("\x00", "").encode("utf-8"), parser)
     if root is None:
         raise BadDocument(f"{name} is an HTML file without any content.")
-    title = root.findtext(".//title")
+    named = root.findtext(".//title") if title else None
     body = _squeeze("".join(_visible(root)))
-    text = f"{' '.join(title.split())}\n\n{body}" if title and title.strip() else body
+    text = f"{' '.join(named.split())}\n\n{body}" if named and named.strip() else body
     return Extract("html", list(paginate(text)), warnings_of(decoded))
 
 

@@ -51,6 +51,7 @@ def _read_pages(document: pdfium.PdfDocument, name: str, limits: Limits) -> tupl
     bad: list[int] = []
     chars = 0
     for index in range(len(document)):
+        limits.check_time(name)
         try:
             page = document[index]
             textpage = page.get_textpage()

@@ -6,15 +6,17 @@ import hashlib
 import io
 import re
 import zipfile
-from pathlib import Path, PurePath
+from pathlib import Path, PurePath, PurePosixPath
 
-from app.documents import docx, html, pdf, text
-from app.documents.document import Document, Extract, Limits, clean, count, lay_out
+from app.documents import codebase, docx, epub, html, notebook, pdf, text
+from app.documents.document import Document, Extract, File, Limits, clean, count, lay_out
 from app.errors import BadDocument, DocumentTooLarge
 
 _TRY = "Save it as PDF, DOCX or plain text and upload that."
 _ARCHIVE = "Unpack it and upload the files inside."
 
+_ZIP = (b"PK\x03\x04", b"PK\x05\x06")
+_OFFICE = (".docx", ".xlsx", ".pptx", ".odt", ".ods", ".odp")
 # Openings of common files that hold no text of their own: (offset, magic, what it is, what to do).
 _MAGIC: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an old or password-protected Office file", _TRY),
@@ -49,7 +51,10 @@ def read_document(path: Path, name: str = "", limits: Limits | None = None) -> D
     Raises DocumentTooLarge for a file over the limits, BadDocument for one that is no readable document.
     """
     limits = limits or Limits()
-    name = _display_name(name or path.name)
+    name = _display_name(name or path.resolve().name)
+    if path.is_dir():
+        extract = codebase.read_folder(path, name, limits, _inside(limits))
+        return _document(extract, name, "".join(extract.pages).encode(), limits)
     data = _load(path, name, limits)
     extract = _extract(data, name, limits)
     return _document(extract, name, data, limits)
@@ -65,7 +70,7 @@ def _load(path: Path, name: str, limits: Limits) -> bytes:
     if not path.exists():
         raise BadDocument(f"{path}: there is no such file.")
     if not path.is_file():
-        raise BadDocument(f"{path} is {'a folder' if path.is_dir() else 'no regular file'}. Name a file.")
+        raise BadDocument(f"{path} is no regular file. Name a file or a folder.")
     try:
         with path.open("rb") as file:
             data = file.read(limits.max_bytes + 1)
@@ -81,17 +86,28 @@ def _load(path: Path, name: str, limits: Limits) -> bytes:
     return data
 
 
+def _inside(limits: Limits) -> codebase.ReadFile:
+    """Reads files inside a folder or archive; archives in archives are not opened."""
+
+    def read(data: bytes, name: str) -> Extract:
+        if data.startswith(_ZIP) and PurePath(name).suffix.lower() not in (".docx", ".epub"):
+            raise BadDocument(f"{name} is an archive inside another.")
+        return _extract(data, name, limits)
+
+    return read
+
+
 def _extract(data: bytes, name: str, limits: Limits) -> Extract:
     suffix = PurePath(name).suffix.lower()
     # PDF readers accept up to 1,024 bytes before the header.
     if b"%PDF-" in data[:1024] and (suffix == ".pdf" or data[:1024].lstrip().startswith(b"%PDF-")):
         return pdf.read(data, name, limits)
-    if data.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+    if data.startswith(_ZIP):
         return _read_zip(data, name, limits)
     for offset, magic, what, advice in _MAGIC:
         if data.startswith(magic, offset):
             raise BadDocument(f"{name} is {what}, which is not read. {advice}")
-    if suffix in (".pdf", ".docx"):
+    if suffix in (".pdf", ".docx", ".epub", ".zip"):
         what = "an HTML page" if html.looks_like_html(data) else "no " + suffix[1:].upper() + " file"
         raise BadDocument(
             f"{name} is {what}, although its name ends in {suffix}."
@@ -99,6 +115,8 @@ def _extract(data: bytes, name: str, limits: Limits) -> Extract:
         )
     if suffix in (".html", ".htm", ".xhtml"):
         return html.read(data, name, limits)
+    if suffix == ".ipynb":
+        return notebook.read(data, name, limits)
     return text.read(data, name, limits)
 
 
@@ -109,27 +127,42 @@ def _read_zip(data: bytes, name: str, limits: Limits) -> Extract:
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise BadDocument(f"{name} is a damaged ZIP or Office file: {error}. Save it again.") from error
     with archive:
-        members = archive.infolist()
-        unpacked = sum(member.file_size for member in members)
-        if unpacked > limits.max_unpacked_bytes:
-            raise DocumentTooLarge(
-                f"{name} unpacks to {unpacked / (1 << 20):,.1f} MiB;"
-                f" the limit is {limits.max_unpacked_bytes / (1 << 20):,.1f} MiB. Split the file."
-            )
-        for member in members:
-            parts = PurePath(member.filename.replace("\\", "/")).parts
-            if ".." in parts or member.filename.startswith(("/", "\\")):
-                raise BadDocument(f"{name} holds the path {member.filename!r}, which leads outside it; it is refused.")
-        names = {member.filename for member in members}
+        _check_members(archive, name, limits)
+        names = set(archive.namelist())
         if "word/document.xml" in names:
             return docx.read(archive, name, limits)
-    if "xl/workbook.xml" in names:
-        raise BadDocument(f"{name} is an Excel workbook, which is not read. Export its sheets as CSV.")
-    if "ppt/presentation.xml" in names:
-        raise BadDocument(f"{name} is a PowerPoint file, which is not read. Export it as PDF.")
-    if "mimetype" in names:
-        raise BadDocument(f"{name} is an OpenDocument or EPUB file, which is not read. {_TRY}")
-    raise BadDocument(f"{name} is a ZIP archive, which is not read. {_ARCHIVE}")
+        if "xl/workbook.xml" in names:
+            raise BadDocument(f"{name} is an Excel workbook, which is not read. Export its sheets as CSV.")
+        if "ppt/presentation.xml" in names:
+            raise BadDocument(f"{name} is a PowerPoint file, which is not read. Export it as PDF.")
+        if "META-INF/container.xml" in names or PurePath(name).suffix.lower() == ".epub":
+            return epub.read(archive, name, limits)
+        if {"mimetype", "content.xml"} <= names:
+            raise BadDocument(f"{name} is an OpenDocument file, which is not read. {_TRY}")
+        if (suffix := PurePath(name).suffix.lower()) in _OFFICE:
+            raise BadDocument(
+                f"{name} is a ZIP archive, although its name ends in {suffix}. Open it and save it again."
+            )
+        return codebase.read_archive(archive, name, limits, _inside(limits))
+
+
+def _check_members(archive: zipfile.ZipFile, name: str, limits: Limits) -> None:
+    """Refuse what unpacks to too much, holds too many files or leads outside, before anything is unpacked."""
+    members = archive.infolist()
+    if len(members) > codebase.MAX_ENTRIES:
+        most = codebase.MAX_ENTRIES
+        raise DocumentTooLarge(f"{name} holds {len(members):,} files; {most:,} are the most. Add a part of it.")
+    # zipfile gives no more than a member's stated size, so that the sum is a bound whatever the file says.
+    unpacked = sum(member.file_size for member in members)
+    if unpacked > limits.max_unpacked_bytes:
+        raise DocumentTooLarge(
+            f"{name} unpacks to {unpacked / (1 << 20):,.1f} MiB;"
+            f" the limit is {limits.max_unpacked_bytes / (1 << 20):,.1f} MiB. Split the file."
+        )
+    for member in members:
+        path = member.filename.replace("\\", "/")
+        if ".." in PurePosixPath(path).parts or path.startswith("/") or re.match("[A-Za-z]:", path):
+            raise BadDocument(f"{name} holds the path {member.filename!r}, which leads outside it; it is refused.")
 
 
 def _document(extract: Extract, name: str, data: bytes, limits: Limits) -> Document:
@@ -145,4 +178,9 @@ def _document(extract: Extract, name: str, data: bytes, limits: Limits) -> Docum
     limits.check_chars(name, len(content))
     if not content.strip():
         raise BadDocument(f"{name} holds no text.")
-    return Document(name, extract.kind, content, spans, tuple(warnings), len(data), hashlib.sha256(data).hexdigest())
+    files = []
+    for at, (path, first, ahead) in enumerate(extract.files):
+        last = extract.files[at + 1][1] if at + 1 < len(extract.files) else len(spans)
+        files.append(File(path, spans[first].start + ahead, spans[last - 1].end))
+    digest = hashlib.sha256(data).hexdigest()
+    return Document(name, extract.kind, content, spans, tuple(warnings), len(data), digest, tuple(files))

@@ -297,12 +297,12 @@ def build_runner(
     described = {
         "mode": settings.mode,
         "weights": settings.weights,
-        "kv": settings.kv,
+        "kv": str(shape.exact_dtype).removeprefix("torch.") if settings.mode == "endless" else settings.kv,
         "retrieval_ratio": float(mask.mean()),
         "sink": shape.sink,
         "recent": shape.recent,
         "chunk": chunk,
-        "backends": {row["kernel"]: row["chosen"] for row in kernel_report(device, shape)},
+        "backends": {row["kernel"]: row["chosen"] for row in kernel_report(device, shape, settings.mode == "endless")},
     }
     return Runner(decoder, pool, plan, chunk, described, _snapshots(checkpoint, mask, settings, pool))
 

@@ -1,0 +1,1 @@
+"""What a setting costs: measured on a model and texts of one's own."""

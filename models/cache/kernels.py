@@ -16,21 +16,22 @@ from kernels.norm_rope import PLACE
 from models.cache.shape import CacheShape
 
 
-def kernel_report(device: torch.device, shape: CacheShape) -> list[dict[str, Any]]:
+def kernel_report(device: torch.device, shape: CacheShape, endless: bool = False) -> list[dict[str, Any]]:
     """Rows of kernel, chosen, and declined {backend: reason}.
 
-    The 4-bit kernels only where the cache has 4 bits, those of windows only where there are some.
+    Those of the cache only where it has such heads; the 4-bit kernels only where it has 4 bits.
     """
     asked: list[tuple[Any, dict[str, Any]]] = [
         (INT8_GEMM, {}),
         (ACT_QUANT, {}),
         (PLACE, {}),
         (ATTENTION, {"head_dim": shape.head_dim, "dtype": shape.compute_dtype}),
-        (WINDOW, {"head_dim": shape.head_dim, "dtype": shape.compute_dtype, "exact": shape.exact_dtype}),
-        (BLOCKS, {"head_dim": shape.head_dim, "bits": shape.bits, "dtype": shape.compute_dtype}),
     ]
+    chunk = {"head_dim": shape.head_dim, "dtype": shape.compute_dtype}
+    if not endless:
+        asked += [(WINDOW, chunk | {"exact": shape.exact_dtype}), (BLOCKS, chunk | {"bits": shape.bits})]
     window = {"head_dim": shape.head_dim, "dtype": shape.exact_dtype}
-    if not any(shape.retrieval_heads):
+    if endless:
         asked.append((WINDOW_STEP, window | {"group": shape.group}))
     elif any(shape.streaming_heads):
         asked.append((WINDOW_DECODE, window))

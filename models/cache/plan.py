@@ -53,7 +53,7 @@ class MemoryPlan:
 def plan_memory(
     config: ModelConfig, shape: CacheShape, weights: str, context: int, chunk: int, device: torch.device
 ) -> MemoryPlan:
-    """The plan for `weights`, "w8a8" or "bf16", on `device`, which need not exist."""
+    """The plan for `weights`, "w8a8", "bf16" or "llm.int8", on `device`, which need not exist."""
     return MemoryPlan(
         context,
         shape.bytes_per_token,
@@ -78,7 +78,7 @@ def weights_bytes(config: ModelConfig, weights: str, device: torch.device) -> in
         elif len(shape) == 1:
             total += 4 * elements
         else:
-            total += elements + 4 * shape[0] if weights == "w8a8" else 2 * elements
+            total += 2 * elements if weights == "bf16" else elements + 4 * shape[0]
     return total
 
 

@@ -29,7 +29,7 @@ class CacheShape:
     """Heads a layer (retrieval, streaming), head size, window sizes in tokens, and how KV is stored.
 
     `bits` 4 or 8 packs the history of retrieval heads; 16 keeps it in `exact_dtype`. `compute_dtype` is what prefill
-    attention runs in.
+    attention runs in. `rotate` false packs keys as they are, to tell what rotation gains.
     """
 
     retrieval_heads: tuple[int, ...]
@@ -41,6 +41,7 @@ class CacheShape:
     bits: int
     exact_dtype: torch.dtype
     compute_dtype: torch.dtype
+    rotate: bool = True
 
     @classmethod
     def for_model(
@@ -72,7 +73,7 @@ class CacheShape:
     @property
     def rotated(self) -> bool:
         """Whether keys, queries and values of retrieval heads are rotated before they are stored."""
-        return self.bits < 16
+        return self.bits < 16 and self.rotate
 
     @property
     def bytes_per_token(self) -> int:

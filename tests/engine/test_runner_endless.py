@@ -95,3 +95,10 @@ def test_windows_that_do_not_fit_are_refused_with_both_numbers():
     config, settings = open_checkpoint(embedded_model_path()).config, Settings(mode="endless")
     with pytest.raises(DoesNotFit, match=r"GiB; 0\.09 GiB are free.*--recent"):
         fit(config, _shape()[1], settings, CPU, 100 << 20)
+
+
+def test_it_tells_what_it_keeps_and_which_kernels_serve(runner):
+    told = runner.describe()
+    assert (told["mode"], told["kv"], told["sink"], told["recent"]) == ("endless", "float16", 4, 200)
+    assert "attention_window_step" in told["backends"]
+    assert not {"attention_blocks", "attention_decode"} & told["backends"].keys()

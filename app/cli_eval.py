@@ -1,0 +1,43 @@
+"""`python -m app eval KIND`: measures what a model does, or what settings cost; the work is in app/evaluation."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from app.config import Settings
+
+
+def add_kinds(parser: argparse.ArgumentParser, running_flags: Callable[[argparse.ArgumentParser], None]) -> None:
+    """The flags of every kind; nothing is loaded for them."""
+    kinds: Any = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
+    quality = kinds.add_parser(
+        "quality",
+        help="what quantisation and streaming heads cost on a text",
+        description="Perplexity, KL divergence and top-1 agreement against bf16 with full attention, for W8A8, KV8, "
+        "KV4 with and without rotation, streaming heads, and all together; and what 4 bits do to each head.",
+    )
+    quality.add_argument("--model", help="a hub id, a directory of safetensors, a .gguf file, or 'embedded'")
+    quality.add_argument("--text", required=True, metavar="FILE", help="a file or directory of text")
+    quality.add_argument("--tokens", type=int, default=32_768, metavar="N", help="tokens of it at most (default 32768)")
+    quality.add_argument(
+        "--length",
+        type=int,
+        action="append",
+        metavar="N",
+        help="window in tokens; may be repeated (default 1024, 8192)",
+    )
+    quality.add_argument("--setting", action="append", metavar="NAME", help="only this one; may be repeated")
+    quality.add_argument("--reference", metavar="MODEL", help="compare with this unquantised model instead")
+    quality.add_argument("--pattern", metavar="DIR", help="head pattern (default: the model's)")
+    quality.add_argument("--json", action="store_true", help="print one JSON object")
+    quality.add_argument("--debug", action="store_true", default=None, help=argparse.SUPPRESS)
+    running_flags(quality)
+
+
+def evaluate(settings: Settings, args: argparse.Namespace) -> int:
+    """Run one kind; its exit code."""
+    from app.evaluation.report import quality
+
+    return quality(settings, args)

@@ -1,0 +1,178 @@
+"""Folders and zip archives as one document: a tree of what is in them, then every text under its path."""
+
+from __future__ import annotations
+
+import os
+import stat
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+
+from app.documents.document import Extract, Limits, clean, count
+from app.errors import BadDocument, DocumentTooLarge
+
+MAX_ENTRIES = 50_000
+MAX_FILE_BYTES = 16 << 20  # of one file inside; data sets are no code
+_TREE_LINES = 2_000
+
+# Folders that tools fill, and files that only they read.
+_TOOL_FOLDERS = frozenset(
+    ".git .hg .svn .tox .nox .venv venv .idea .vscode .gradle .terraform .next .cache .eggs __pycache__ __MACOSX"
+    " .mypy_cache .pytest_cache .ruff_cache .hypothesis node_modules bower_components".split()
+)
+_LOCK_FILES = frozenset(
+    "package-lock.json npm-shrinkwrap.json pnpm-lock.yaml bun.lockb go.sum Package.resolved packages.lock.json"
+    " gradle.lockfile .terraform.lock.hcl pubspec.lock".split()
+)
+_GENERATED = (".min.js", ".min.css", ".js.map", ".css.map", ".pyc", ".DS_Store")
+
+# Reads one file's content as a document of its own would be read; raises BadDocument for what is none.
+ReadFile = Callable[[bytes, str], Extract]
+
+
+class Locked(BadDocument):
+    """An archive that asks for a password, or was packed in a way that is not known here: none of it can be read."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file of a folder or archive: its path with slashes, its size in bytes, and how to read it."""
+
+    path: str
+    size: int
+    load: Callable[[], bytes]
+
+
+def read_archive(archive: zipfile.ZipFile, name: str, limits: Limits, read_file: ReadFile) -> Extract:
+    """A zip archive that is no document of another kind. Nothing of it is written to disk."""
+    entries = []
+    for member in archive.infolist():
+        if not member.is_dir() and not stat.S_ISLNK(member.external_attr >> 16):
+            path = member.filename.replace("\\", "/")
+            entries.append(Entry(path, member.file_size, partial(_unpack, archive, member, name)))
+    return _read(entries, name, limits, read_file)
+
+
+def read_folder(folder: Path, name: str, limits: Limits, read_file: ReadFile) -> Extract:
+    """A folder on disk; links are not followed."""
+    entries = []
+    total = 0
+    for path in _walk(folder):
+        size = path.stat(follow_symlinks=False).st_size
+        shown = path.relative_to(folder).as_posix()
+        if _tools(shown) is None:
+            total += min(size, MAX_FILE_BYTES)
+        if total > limits.max_unpacked_bytes:
+            raise DocumentTooLarge(f"{name} holds more than {limits.max_unpacked_bytes >> 20:,} MiB. Add a part of it.")
+        entries.append(Entry(shown, size, path.read_bytes))
+    return _read(entries, name, limits, read_file)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    found = 0
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in _TOOL_FOLDERS)
+        for file in sorted(files):
+            path = Path(place, file)
+            if path.is_file() and not path.is_symlink():
+                found += 1
+                if found > MAX_ENTRIES:
+                    raise DocumentTooLarge(f"{folder.name} holds more than {MAX_ENTRIES:,} files. Add a part of it.")
+                yield path
+
+
+def _read(entries: list[Entry], name: str, limits: Limits, read_file: ReadFile) -> Extract:
+    if len(entries) > MAX_ENTRIES:
+        raise DocumentTooLarge(f"{name} holds {len(entries):,} files; {MAX_ENTRIES:,} are the most. Add a part of it.")
+    skipped: Counter[str] = Counter()
+    read: list[tuple[str, Extract]] = []
+    notes: list[str] = []
+    chars = 0
+    for entry in sorted(entries, key=lambda entry: PurePosixPath(entry.path).parts):
+        limits.check_time(name)
+        path = _printable(entry.path)
+        why = _tools(entry.path) or ("larger than 16 MiB" if entry.size > MAX_FILE_BYTES else None)
+        try:
+            data = b"" if why else entry.load()
+            extract = None if why or not data.strip() else read_file(data, path)
+        except (DocumentTooLarge, Locked):
+            raise
+        except BadDocument:
+            why, extract = "binary or not readable", None
+        except OSError:
+            why, extract = "not allowed to be opened", None
+        if why:
+            skipped[why] += 1
+            continue
+        read.append((path, extract or Extract("text", [""])))
+        if extract is not None:
+            chars += sum(map(len, extract.pages))
+            limits.check_chars(name, chars)
+            notes += (f"{path}: {warning}" for warning in extract.warnings)
+    if not any("".join(extract.pages).strip() for _, extract in read):
+        raise BadDocument(f"{name} holds no text: {_told(skipped) or 'it is empty'}. Add the files that matter.")
+    warnings = [f"{count(sum(skipped.values()), 'file')} skipped: {_told(skipped)}."] if skipped else []
+    if len(notes) > 5:
+        notes[5:] = [f"{len(notes) - 5:,} more such notes."]
+    return _lay_out(name, read, (*warnings, *notes))
+
+
+def _lay_out(name: str, read: list[tuple[str, Extract]], warnings: tuple[str, ...]) -> Extract:
+    tree = list(_tree([path for path, _ in read]))
+    shown = tree if len(tree) <= _TREE_LINES else [*tree[:_TREE_LINES], f"({len(tree) - _TREE_LINES:,} lines more)"]
+    pages = [f"{name}: {count(len(read), 'file')}\n\n" + "\n".join(shown) + "\n\n"]
+    files: list[tuple[str, int, int]] = []
+    for path, extract in read:
+        if not "".join(extract.pages).strip():  # an empty file stands in the tree
+            continue
+        head = f"=== {path} ===\n\n"
+        files.append((path, len(pages), len(head)))
+        first, *others = extract.pages
+        pages += [head + first, *others]
+        pages[-1] = pages[-1].rstrip("\n") + "\n\n"
+    return Extract("code", pages, warnings, tuple(files))
+
+
+def _tree(paths: list[str]) -> Iterator[str]:
+    """Lines that show folders and what is in them, each folder once."""
+    open_folders: tuple[str, ...] = ()
+    for path in paths:
+        *folders, file = PurePosixPath(path).parts
+        same = 0
+        while same < min(len(folders), len(open_folders)) and folders[same] == open_folders[same]:
+            same += 1
+        for depth in range(same, len(folders)):
+            yield "  " * depth + folders[depth] + "/"
+        open_folders = tuple(folders)
+        yield "  " * len(folders) + file
+
+
+def _tools(path: str) -> str | None:
+    """Why a file is not worth reading, by its path alone; None when it is."""
+    *folders, file = PurePosixPath(path).parts or ("",)
+    if _TOOL_FOLDERS.intersection(folders):
+        return "in folders of tools"
+    if file in _LOCK_FILES or file.endswith((".lock", ".lockb")):
+        return "lock files"
+    return "generated" if file.endswith(_GENERATED) else None
+
+
+def _unpack(archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str) -> bytes:
+    try:
+        return archive.read(member)
+    except (RuntimeError, NotImplementedError) as error:  # zipfile's words for a password or a rare compression
+        raise Locked(f"{name} cannot be unpacked: {error}. Pack it again without a password.") from error
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise BadDocument(f"{name}: {member.filename} is damaged: {error}.") from error
+
+
+def _printable(path: str) -> str:
+    return " ".join(clean(path)[0].split())[:300]
+
+
+def _told(skipped: Counter[str]) -> str:
+    return ", ".join(f"{number:,} {why}" for why, number in skipped.most_common())

@@ -1,0 +1,76 @@
+"""Electronic books (EPUB): the chapters in reading order, as the text that a reader shows."""
+
+from __future__ import annotations
+
+import posixpath
+import zipfile
+import zlib
+from urllib.parse import unquote, urlsplit
+
+from lxml import etree
+
+from app.documents import html
+from app.documents.document import Extract, Limits
+from app.errors import BadDocument
+
+_CONTAINER = "META-INF/container.xml"
+_ENCRYPTION = "META-INF/encryption.xml"
+# What only hides fonts; a book with these alone is not protected.
+_FONT_METHODS = ("http://www.idpf.org/2008/embedding", "http://ns.adobe.com/pdf/enc#RC")
+_TEXT = ("application/xhtml+xml", "text/html", "application/x-dtbook+xml")
+
+
+def read(archive: zipfile.ZipFile, name: str, limits: Limits) -> Extract:
+    """Pages of the chapters; the title comes first."""
+    try:
+        members = set(archive.namelist())
+        if _ENCRYPTION in members and _protected(_parse(archive, _ENCRYPTION)):
+            raise BadDocument(f"{name} is a book protected by DRM, which only its seller's program opens.")
+        packages = [item.get("full-path") for item in _parse(archive, _CONTAINER).iter("{*}rootfile")]
+        if not packages or packages[0] not in members:
+            raise BadDocument(f"{name} is a damaged EPUB: it names no contents. Get it anew, or convert it to PDF.")
+        package = _parse(archive, packages[0])
+        chapters = [chapter for chapter in _spine(package, posixpath.dirname(packages[0])) if chapter in members]
+        pages: list[str] = []
+        chars = 0
+        for chapter in chapters:
+            limits.check_time(name)
+            for page in _chapter(archive.read(chapter), name, limits):
+                chars += len(page)
+                limits.check_chars(name, chars)
+                pages.append(page)
+    except (KeyError, zipfile.BadZipFile, zlib.error, EOFError, etree.XMLSyntaxError) as error:
+        raise BadDocument(f"{name} is a damaged EPUB: {error}. Get it anew, or convert it to PDF.") from error
+    except (RuntimeError, NotImplementedError) as error:  # zipfile's words for a password or a rare compression
+        raise BadDocument(f"{name} cannot be unpacked: {error}. Save it again without a password.") from error
+    title = package.findtext(".//{http://purl.org/dc/elements/1.1/}title")
+    if title and title.strip() and pages:
+        pages[0] = f"{' '.join(title.split())}\n\n{pages[0]}"
+    return Extract("epub", pages)
+
+
+def _chapter(data: bytes, name: str, limits: Limits) -> list[str]:
+    try:
+        return html.read(data, name, limits, title=False).pages
+    except BadDocument:  # an empty one, such as a cover
+        return []
+
+
+def _parse(archive: zipfile.ZipFile, member: str) -> etree._Element:
+    return etree.fromstring(archive.read(member), etree.XMLParser(resolve_entities=False, no_network=True))
+
+
+def _protected(encryption: etree._Element) -> bool:
+    methods = [method.get("Algorithm") for method in encryption.iter("{*}EncryptionMethod")]
+    return any(method not in _FONT_METHODS for method in methods)
+
+
+def _spine(package: etree._Element, folder: str) -> list[str]:
+    """Members of the archive in reading order."""
+    items = {item.get("id"): item for item in package.iter("{*}item")}
+    found = []
+    for reference in package.iter("{*}itemref"):
+        item = items.get(reference.get("idref"))
+        if item is not None and item.get("media-type") in _TEXT:
+            found.append(posixpath.normpath(posixpath.join(folder, unquote(urlsplit(item.get("href") or "").path))))
+    return found

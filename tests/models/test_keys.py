@@ -1,0 +1,65 @@
+"""Keys too large for 4 bits are seen in the weights, and kv8 is what works for them."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from models.build import load_decoder
+from models.cache.duo import DuoCache
+from models.cache.pool import BlockPool
+from models.cache.shape import CacheShape
+from models.checkpoint import open_checkpoint
+from models.keys import HARMLESS, key_warning, score_errors
+from tests.models.tiny import HF, SIZES, parameters, tiny_model
+
+CPU = torch.device("cpu")
+
+
+def write(folder, name, size=0.0):
+    """A tiny model; `size` is added to the keys in the slowest rotary pair: to scores it is nearly a constant."""
+    model = tiny_model(name)
+    state = {}
+    for key, tensor in parameters(model).items():
+        state[key] = tensor * (tensor.shape[-1] ** -0.5 if tensor.dim() == 2 else 0) + ("norm" in key)
+        if key.endswith("k_proj.bias"):
+            d = HF[name].to_dict().get("head_dim") or SIZES["hidden_size"] // SIZES["num_attention_heads"]
+            state[key].unflatten(0, (-1, d))[:, d // 2 - 1] += size
+    folder.mkdir()
+    save_file({key: tensor.contiguous() for key, tensor in state.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(HF[name].to_dict() | {"rope_parameters": None, "rope_theta": 1e6}))
+    return folder
+
+
+def logits(path, ids, kv):
+    checkpoint = open_checkpoint(path)
+    mask = np.ones((checkpoint.config.num_layers, checkpoint.config.num_kv_heads), bool)
+    shape = CacheShape.for_model(checkpoint.config, mask, kv, 1, 1, CPU)
+    decoder = load_decoder(checkpoint, mask, "fp32", shape, CPU)
+    return decoder.logits(decoder.forward(ids, DuoCache(BlockPool(shape, 4, CPU))))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_large_keys_break_4_bits_are_told_and_work_in_8(tmp_path, name):
+    ids = torch.randint(0, SIZES["vocab_size"], (500,))
+    plain, large = write(tmp_path / "plain", name), write(tmp_path / "large", name, 60.0)
+
+    def error(path, kv):
+        exact = logits(path, ids, "fp32")
+        return ((logits(path, ids, kv) - exact).norm() / exact.norm()).item()
+
+    assert key_warning(open_checkpoint(plain)) is None
+    told = key_warning(open_checkpoint(large))
+    assert "--kv kv8" in told and "4 of 4 KV heads" in told
+    assert error(large, "kv4") > 5 * error(plain, "kv4")
+    assert error(large, "kv8") < error(plain, "kv4")
+
+
+@pytest.mark.parametrize("name", HF)
+def test_every_family_has_an_estimate_near_the_true_error(tmp_path, name):
+    checkpoint = open_checkpoint(write(tmp_path / "x", name))
+    errors = score_errors(checkpoint)
+    assert errors.shape == (SIZES["num_hidden_layers"], SIZES["num_key_value_heads"])
+    assert (errors > 0).all() and (errors < HARMLESS).all()
