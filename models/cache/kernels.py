@@ -8,11 +8,12 @@ import torch
 
 from kernels.act_quant import ACT_QUANT
 from kernels.attention_decode import KV4_DECODE
-from kernels.attention_prefill import ATTENTION, BLOCKS, WINDOW
+from kernels.attention_prefill import ATTENTION, BLOCKS, ROWS, WINDOW
 from kernels.attention_window import WINDOW_DECODE, WINDOW_STEP
 from kernels.int8_gemm import INT8_GEMM
 from kernels.kv4_pack import KV4_LAYOUT
 from kernels.norm_rope import PLACE
+from models.cache import history
 from models.cache.shape import CacheShape
 
 
@@ -30,6 +31,8 @@ def kernel_report(device: torch.device, shape: CacheShape, endless: bool = False
     chunk = {"head_dim": shape.head_dim, "dtype": shape.compute_dtype}
     if not endless:
         asked += [(WINDOW, chunk | {"exact": shape.exact_dtype}), (BLOCKS, chunk | {"bits": shape.bits})]
+    if not endless and history.declines(shape, device) is None:
+        asked.append((ROWS, chunk))
     window = {"head_dim": shape.head_dim, "dtype": shape.exact_dtype}
     if endless:
         asked.append((WINDOW_STEP, window | {"group": shape.group}))
