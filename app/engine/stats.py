@@ -38,10 +38,10 @@ class CostModel:
         """Tokens `start` to `end` of a context took this long."""
         if end <= start:
             return
-        # Per token, weighted by tokens: what a small chunk costs beside its tokens must not pass for their price. And
-        # by depth: what is left to read is deeper still, and the first chunks cost less than the curve of the rest.
+        # Per token, weighted by the square of tokens: what a small chunk costs beside its tokens must not pass for their
+        # price. And by depth: what is left is deeper still, and the first chunks cost less than the curve of the rest.
         y, t = float(end + start), seconds / (end - start)
-        weight = y * (end - start)
+        weight = y * (end - start) ** 2
         keep = self._fade
         self._xx = keep * self._xx + weight
         self._xy = keep * self._xy + weight * y
