@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.norm_rope import PLACE, rms_norm
-from models.cache.sequence import SequenceCache
+from models.cache.sequence import StepCache
 from models.config import ModelConfig
 from models.rope import EndlessRope, Rope
 from models.turn import gated_turn
@@ -72,15 +72,13 @@ class Decoder:
         return linear + self.embedding.nbytes + self.head.nbytes - shared + turn
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, cache: SequenceCache) -> Tensor:
+    def forward(self, tokens: Tensor, cache: StepCache) -> Tensor:
         """Reads int64 tokens [n] behind what the cache holds; gives the last block's output [n, hidden] in fp32.
 
         The cache then holds the tokens too. If this raises, the cache's newest tokens are undefined: release it.
         """
         n = tokens.shape[0]
-        positions = torch.arange(cache.length, cache.length + n)
-        table = self.rope.table(positions, self.device)
-        cache.begin(n)
+        table = self.rope.table(cache.begin(n), self.device)
         x = F.embedding(tokens.to(self.device), self.embedding).float()
         if self.turn is not None:
             x = x @ self.turn
