@@ -52,7 +52,7 @@ class Sampler:
 
     def sample(self, logits: Tensor) -> Tensor:
         """The next token of the answer, int64 [1], from fp32 logits [vocab]; NOT_FINITE when one of them is not."""
-        token = torch.where(logits.isfinite().all(), self._choose(self._penalised(logits)), NOT_FINITE).view(1)
+        token = self._choose(self._penalised(logits)).masked_fill(~logits.isfinite().all(), NOT_FINITE).view(1)
         if self._seen is not None:
             self._seen.index_fill_(0, token.clamp_min(0), True)
         return token
@@ -77,7 +77,7 @@ class Sampler:
         probabilities = ((values.double() - values[0].double()) / params.temperature).softmax(0)
         before = probabilities.cumsum(0) - probabilities
         keep = (before < params.top_p) & (probabilities >= params.min_p * probabilities[0])
-        keep[0] = True
+        keep[:1] = True  # a place alone would be copied from the host, and waited for
         upto = (probabilities * keep).cumsum(0)
         point = upto[-1:] * float(torch.rand((), generator=self._random, dtype=torch.float64))
         # What is kept is a front of the list. Its end bounds the draw: rounding must not reach a token that was cut.

@@ -102,5 +102,5 @@ def clock_at(position: Tensor, shape: CacheShape) -> Tensor:
     row = within + BLOCK * (block > 0)
     window = torch.where(position < shape.sink, position, shape.sink + (position - shape.sink) % shape.recent)
     held = (position + 1).clamp_max(shape.sink + shape.recent)
-    full = torch.where((within == BLOCK - 1) & (block > 0), block - 1, -1)
+    full = ((within == BLOCK - 1) & (block > 0)) * block - 1
     return torch.cat((row + 1, (block - 1).clamp_min(0), row, held, window, full)).to(torch.int32)
