@@ -102,7 +102,12 @@ class W8A8Linear:
         return Rows(*self._quant.gated_quantize(product, scale, turn))
 
     def gated(self, rows: Rows) -> Tensor | None:
-        if self._one(rows) or not hasattr(self._gemm, "gated_product") or self.bias is not None or self._scale.shape[0] % 32:
+        if (
+            self._one(rows)
+            or not hasattr(self._gemm, "gated_product")
+            or self.bias is not None
+            or self._scale.shape[0] % 32
+        ):
             return None
         out: Tensor = self._gemm.gated_product(rows.values, rows.scale, self._weight, self._scale)
         return out

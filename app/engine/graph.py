@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from itertools import count
 
 import torch
@@ -22,9 +22,9 @@ class DecodeGraph:
     Sampling follows it on the device, and the step behind a token starts before the host has seen the token.
     """
 
-    def __init__(self, decoder: Decoder, pool: BlockPool) -> None:
+    def __init__(self, decoder: Decoder, pool: BlockPool, watched: Iterable[tuple[int, int]] = ()) -> None:
         self._decoder = decoder
-        self._live = LiveCache(pool)
+        self._live = LiveCache(pool, watched)
         self._token = torch.zeros(1, dtype=torch.int64, device=pool.device)
         self._forward()  # compiles, and makes what is made once
         self._graph = torch.cuda.CUDAGraph()
@@ -65,30 +65,34 @@ class DecodeGraph:
         """
         self._live.take(cache)
         try:
-            shown = _Arriving(sampler.sample(logits))
+            shown = _Arriving(sampler.sample(logits), {})
             for number in count(1):
                 following = None
                 if number != room:
                     reserve(len(ids) + 1)
                     self._live.list_blocks(cache.reserved)
                     self.late += number > 1 and shown.here
-                    following = _Arriving(sampler.sample(self.replay(shown.token)))
+                    chosen = sampler.sample(self.replay(shown.token))
+                    following = _Arriving(chosen, self._live.queries() if cache.watch is not None else {})
                 token = shown.wait()
                 check_token(token, number)
                 yield token
                 if following is None:
                     return
                 ids.append(token)
+                if cache.watch is not None:
+                    cache.watch.add_chosen(following.queries)
                 shown = following
         finally:
             self._live.give(cache, len(ids))
 
 
 class _Arriving:
-    """A token on its way to the host."""
+    """A token on its way to the host, with the watched queries of the step that made it."""
 
-    def __init__(self, token: Tensor) -> None:
+    def __init__(self, token: Tensor, queries: dict[int, Tensor]) -> None:
         self.token = token
+        self.queries = queries
         self._host = torch.empty(1, dtype=torch.int64, pin_memory=True)
         self._host.copy_(token, non_blocking=True)
         self._event = torch.cuda.Event(blocking=True)

@@ -254,6 +254,13 @@ class Runner:
         """Takes a reading test to learn which heads tell what an answer rests on; call it before any request runs."""
         if any(self.pool.shape.retrieval_heads):
             self.evidence_heads = find_heads(self.decoder, self.pool, prompt, questions, _EVIDENCE_HEADS)
+            self._capture()
+
+    def _capture(self) -> None:
+        """Captures the decode step where the device can; its queries of the evidence heads are kept."""
+        if self.capacity is not None and DecodeGraph.serves(self.pool):
+            self.graph = None  # its buffers first
+            self.graph = DecodeGraph(self.decoder, self.pool, self.evidence_heads)
 
     def make_room(self, take: Callable[[], T]) -> T:
         """Does what takes blocks, letting go of the oldest kept prefixes where the pool is full."""

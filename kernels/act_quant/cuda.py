@@ -80,6 +80,14 @@ def rms_norm_quantize(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Ten
     return _run("rms_norm_quantize", x, d, weight=weight, eps=eps)
 
 
+def turned_quantize(x: Tensor, turn: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `ref.turned_quantize`; `turn` as for `gated_quantize`."""
+    d = x.shape[1]
+    if not _serves(x, d) or (turn is not None and turn.shape[0] != TURN):
+        return ref.turned_quantize(x, turn)
+    return _run("quantize_rows", x, d, turn=0 if turn is None else TURN)
+
+
 def gated_quantize(product: Tensor, scale: Tensor | None, turn: Tensor | None) -> tuple[Tensor, Tensor]:
     """As `ref.gated_quantize`; `turn` is the Hadamard matrix of its size (`quant.kv4.rotation`)."""
     d = product.shape[1] // 2

@@ -40,17 +40,46 @@ __device__ __forceinline__ float largest(float4 v) {
     return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
 }
 
-__device__ __forceinline__ unsigned code(float x, float scale) { return (unsigned)__float2int_rn(__fdiv_rn(x, scale)) & 0xff; }
+__device__ __forceinline__ unsigned code(float x, float factor) { return (unsigned)__float2int_rn(x * factor) & 0xff; }
 
-__device__ __forceinline__ void write_codes(const Params &p, const float4 *row, float scale) {
+// Codes of a row whose largest magnitude is `top`, which gives back its scale.
+__device__ __forceinline__ float write_codes(const Params &p, const float4 *row, float top) {
+    top = fmaxf(top, TINY);
+    const float factor = __fmul_rn(__fdiv_rn(1.f, top), 127.f);
     unsigned *codes = (unsigned *)(p.codes + (long long)blockIdx.x * p.d);
     for (int i = threadIdx.x; i < p.d / 4; i += THREADS) {
         const float4 v = row[i];
-        codes[i] = code(v.x, scale) | code(v.y, scale) << 8 | code(v.z, scale) << 16 | code(v.w, scale) << 24;
+        codes[i] = code(v.x, factor) | code(v.y, factor) << 8 | code(v.z, factor) << 16 | code(v.w, factor) << 24;
+    }
+    return __fdiv_rn(top, 127.f);
+}
+
+// Rotates every 64 neighbours by a Hadamard matrix: a warp has two channels a lane.
+__device__ __forceinline__ void rotate_blocks(float *values, int count) {
+    const int lane = threadIdx.x % 32;
+    for (int block = threadIdx.x / 32; block < count / 64; block += WARPS) {
+        float2 v = *(float2 *)(values + block * 64 + 2 * lane);
+        v = make_float2(v.x + v.y, v.x - v.y);
+#pragma unroll
+        for (int s = 1; s < 32; s *= 2) {
+            const float2 other = make_float2(__shfl_xor_sync(~0u, v.x, s), __shfl_xor_sync(~0u, v.y, s));
+            const float sign = lane & s ? -1.f : 1.f;
+            v = make_float2(fmaf(sign, v.x, other.x), fmaf(sign, v.y, other.y));
+        }
+        *(float2 *)(values + block * 64 + 2 * lane) = make_float2(v.x * 0.125f, v.y * 0.125f);
     }
 }
 
-__device__ __forceinline__ float step_of(float top) { return __fdiv_rn(fmaxf(top, TINY), 127.f); }
+// The row rotated where the host asks for it; its largest magnitude over this thread's part, given `top` as it was.
+__device__ __forceinline__ float rotate(const Params &p, float4 *row, float top) {
+    if (!p.turn) return top;
+    __syncthreads();
+    rotate_blocks((float *)row, p.d);
+    __syncthreads();
+    top = 0;
+    for (int i = threadIdx.x; i < p.d / 4; i += THREADS) top = fmaxf(top, largest(row[i]));
+    return top;
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS) quantize_rows(const __grid_constant__ Params p) {
     extern __shared__ float4 row[];
@@ -62,9 +91,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_rows(const __grid
         row[i] = x[i];
         top = fmaxf(top, largest(row[i]));
     }
-    const float scale = step_of(over_all(top, 0).x);
+    const float scale = write_codes(p, row, over_all(rotate(p, row, top), 0).x);
     if (threadIdx.x == 0) p.out[blockIdx.x] = scale;
-    write_codes(p, row, scale);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_quantize(const __grid_constant__ Params p) {
@@ -84,25 +112,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_quantize(const __
         top = fmaxf(top, largest(v));
     }
     const float2 all = over_all(top, sum);
-    const float scale = step_of(all.x); // the norm's own factor does not change the codes, only their scale
+    const float scale = write_codes(p, row, all.x); // the norm's own factor changes their scale alone
     if (threadIdx.x == 0) p.out[blockIdx.x] = scale * rsqrtf(all.y / p.d + p.eps);
-    write_codes(p, row, scale);
-}
-
-// Rotates every 64 neighbours by a Hadamard matrix: a warp has two channels a lane.
-__device__ __forceinline__ void rotate_blocks(float *values, int count) {
-    const int lane = threadIdx.x % 32;
-    for (int block = threadIdx.x / 32; block < count / 64; block += WARPS) {
-        float2 v = *(float2 *)(values + block * 64 + 2 * lane);
-        v = make_float2(v.x + v.y, v.x - v.y);
-#pragma unroll
-        for (int s = 1; s < 32; s *= 2) {
-            const float2 other = make_float2(__shfl_xor_sync(~0u, v.x, s), __shfl_xor_sync(~0u, v.y, s));
-            const float sign = lane & s ? -1.f : 1.f;
-            v = make_float2(fmaf(sign, v.x, other.x), fmaf(sign, v.y, other.y));
-        }
-        *(float2 *)(values + block * 64 + 2 * lane) = make_float2(v.x * 0.125f, v.y * 0.125f);
-    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) gated_quantize(const __grid_constant__ Params p) {
@@ -120,14 +131,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_quantize(const __gri
         row[i] = u;
         top = fmaxf(top, largest(u));
     }
-    if (p.turn) {
-        __syncthreads();
-        rotate_blocks((float *)row, p.d);
-        __syncthreads();
-        top = 0;
-        for (int i = threadIdx.x; i < p.d / 4; i += THREADS) top = fmaxf(top, largest(row[i]));
-    }
-    const float scale = step_of(over_all(top, 0).x);
+    const float scale = write_codes(p, row, over_all(rotate(p, row, top), 0).x);
     if (threadIdx.x == 0) p.out[blockIdx.x] = scale * given;
-    write_codes(p, row, scale);
 }

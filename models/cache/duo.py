@@ -21,6 +21,9 @@ class Watch(Protocol):
     def add(self, layer: int, q: Tensor) -> None:
         """q [n, heads, d] as the cache attends with them."""
 
+    def add_chosen(self, rows: dict[int, Tensor]) -> None:
+        """By layer, what it would have kept of them: [n, chosen heads, d]."""
+
 
 class DuoCache:
     """Use: `reserve`, then for every chunk `begin`, `attend` once a layer, `commit`.

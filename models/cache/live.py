@@ -5,7 +5,7 @@ Nothing about a step depends on the host then, so that one captured graph serves
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,13 +24,21 @@ class LiveCache:
     device.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, watched: Iterable[tuple[int, int]] = ()) -> None:
+        """watched: (layer, query head) whose newest query is kept, see `queries`."""
         self.pool = pool
         self.shape = pool.shape
         self.position = torch.zeros(1, dtype=torch.int64, device=pool.device)  # tokens in front of the next one
         self._exact = DuoCache(pool).exact()
         self._table = torch.zeros(max(pool.blocks, 1), dtype=torch.int32, device=pool.device)
         self._listed = 0
+        chosen: dict[int, list[int]] = {}
+        for layer, head in sorted(watched):
+            chosen.setdefault(layer, []).append(head)
+        self._watched = {layer: torch.tensor(heads, device=pool.device) for layer, heads in chosen.items()}
+        self._queries = {
+            layer: torch.zeros(len(heads), pool.shape.head_dim, device=pool.device) for layer, heads in chosen.items()
+        }
         self._clock = clock_at(self.position, self.shape)
         traits = {"head_dim": self.shape.head_dim, "group": self.shape.group}
         self._step = KV4_STEP.choose(pool.device, **traits).backend.run.step
@@ -63,6 +71,10 @@ class LiveCache:
                 self._table[at : at + 1].fill_(block)
         self._listed = len(ids)
 
+    def queries(self) -> dict[int, Tensor]:
+        """The last token's queries of the watched heads by layer, as they are now: fp32 [1, heads, d]."""
+        return {layer: rows[None].clone() for layer, rows in self._queries.items()}
+
     def begin(self, n: int) -> Tensor:
         """Makes ready for one token; its position, int64 [1] on the device."""
         assert n == 1
@@ -71,6 +83,8 @@ class LiveCache:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Appends k, v [1, kv_heads, d] of a layer and attends: q [1, heads, d] -> fp32 [1, heads * d]."""
+        if layer in self._watched:
+            torch.index_select(q[0], 0, self._watched[layer], out=self._queries[layer])
         shape = self.shape
         kept, windows = shape.retrieval_slots[layer], shape.streaming_slots[layer]
         keys, values, window_keys, window_values = self._exact

@@ -59,6 +59,9 @@ def test_one_row_times_a_weight(poisoned, out, width, dtype):
 def test_rows_of_codes(poisoned, n, d):
     x, weight = torch.randn(n, d, device=CUDA) * 3, torch.rand(d, device=CUDA)
     assert_codes(rows.quantize_rows(x), rows_ref.quantize_rows(x))
+    if d % 64 == 0:
+        turn = kv4.rotation(64).to(CUDA)
+        assert_codes(rows.turned_quantize(x, turn), rows_ref.turned_quantize(x.clone(), turn))
     for w in (None, weight):
         assert_codes(rows.rms_norm_quantize(x, w, 1e-5), rows_ref.rms_norm_quantize(x, w, 1e-5))
 
