@@ -9,7 +9,6 @@ from typing import Any
 from app.config import Settings
 from app.evaluation.commands import CONTEXT_KINDS, add_context_kinds
 
-
 _AddFlags = Callable[[argparse.ArgumentParser], None]
 
 
