@@ -77,9 +77,9 @@ def main(argv: list[str]) -> int:
     how = Build(
         mask, W8A8Linear.from_float, DenseLinear, lambda t: t.to(torch.bfloat16), shape.rotated, True, device=device
     )
-    decoder = build_decoder(config, _random_tensors(config, device), how)
+    decoder = build_decoder(config, random_tensors(config, device), how)
     pool = BlockPool(shape, -(-plan.context // BLOCK), device)
-    cache = _full_cache(pool, plan.context - chunk - DECODED)
+    cache = full_cache(pool, plan.context - chunk - DECODED)
     for depth in (0.0, 0.5, 1.0):
         _check(cache, depth)
 
@@ -121,14 +121,14 @@ def main(argv: list[str]) -> int:
     return 0 if all(bar.holds for bar in bars) else 1
 
 
-def _random_tensors(config: ModelConfig, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def random_tensors(config: ModelConfig, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     torch.manual_seed(0)
     for name, shape in config.tensor_shapes().items():
         tensor = torch.randn(shape, device=device, dtype=torch.bfloat16)
         yield name, tensor.mul_(0.02) if len(shape) == 2 else tensor.abs_()
 
 
-def _full_cache(pool: BlockPool, length: int) -> DuoCache:
+def full_cache(pool: BlockPool, length: int) -> DuoCache:
     """A cache of `length` tokens whose every byte is random and whose every scale is of a usual size."""
     cache = DuoCache(pool)
     cache.reserve(length)

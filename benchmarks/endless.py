@@ -168,21 +168,13 @@ class _Windows:
 
     def __init__(self, shape: CacheShape, device: torch.device) -> None:
         self.shape = replace(shape, exact_dtype=shape.compute_dtype)
-        self.length = 0
-        self.retrieval_bytes = self.streaming_bytes = 0
         choice = ATTENTION.choose(device, head_dim=shape.head_dim, dtype=shape.compute_dtype)
         self._attend = choice.backend.run.attend
 
-    def reserve(self, length: int) -> None: ...
-
-    def begin(self, n: int) -> None: ...
+    def begin(self, n: int) -> Tensor:
+        return torch.arange(n)
 
     def commit(self) -> None: ...
-
-    def release(self) -> None: ...
-
-    def fork(self) -> _Windows:
-        return self
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.unflatten(0, (-1, KEPT)).transpose(1, 2).to(self.shape.compute_dtype) for x in (q, k, v))

@@ -35,6 +35,9 @@ class _Config(ctypes.Structure):
 _EARLY = _Attribute(6, 0, (1,))  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
+_COMMON = Path(__file__).with_name("common.cuh")
+
+
 class CudaError(RuntimeError):
     """NVRTC or the driver refused."""
 
@@ -68,6 +71,14 @@ def missing() -> str | None:
     except (OSError, CudaError) as error:
         return str(error)
     return None
+
+
+def unusable(device: torch.device) -> str | None:
+    """Why no kernel that is compiled here can run on a CUDA device, or None."""
+    reason = missing()
+    if reason:
+        return reason
+    return None if torch.cuda.get_device_capability(device) >= (8, 0) else "needs compute capability 8.0"
 
 
 def _check(code: int) -> None:
@@ -107,7 +118,7 @@ def compile_cubin(source: str, options: Sequence[str]) -> bytes:
 
 def _cubin(path: Path, defines: dict[str, int], arch: str) -> bytes:
     """As `compile_cubin`, kept for the next start."""
-    source = path.read_text()
+    source = path.read_text().replace(f'#include "{_COMMON.name}"', _COMMON.read_text())
     options = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines.items())]
     numbers = (ctypes.c_int(), ctypes.c_int())
     _call("nvrtcVersion", *(ctypes.byref(x) for x in numbers))
@@ -123,6 +134,7 @@ class Program:
         self.device = device
         self._enter()
         major, minor = torch.cuda.get_device_capability(device)
+        self.early = major >= 9  # whether a kernel may start while the one in front of it still runs
         cubin = _cubin(path, defines, f"sm_{major}{minor}")
         self._module = ctypes.c_void_p()
         with torch.cuda.device(device):
@@ -157,12 +169,12 @@ class Kernel:
     def launch(self, x: int, y: int, params: ctypes.Structure, early: bool = False) -> None:
         """On torch's current stream, with a grid of x * y blocks.
 
-        early: it may start before the kernel in front of it has ended, and waits for that itself.
+        early: where the GPU can, it may start before the kernel in front of it has ended; it waits for that itself.
         """
         self._program._enter()
         config = _Config(x, y, 1, self._threads, 1, 1, self._shared)
         config.stream = torch.cuda.current_stream(self._program.device).cuda_stream
-        if early:
+        if early and self._program.early:
             config.attributes, config.count = ctypes.pointer(_EARLY), 1
         argument = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, argument, None))

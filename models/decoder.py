@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.norm_rope import PLACE, rms_norm
-from models.cache.sequence import SequenceCache
+from models.cache.sequence import StepCache
 from models.config import ModelConfig
 from models.rope import EndlessRope, Rope
 from models.turn import gated_turn
+from models.upload import upload
 from quant import kv4
 from quant.w8a8 import Head, Linear, Rows
 
@@ -76,14 +77,13 @@ class Decoder:
         return linear + self.embedding.nbytes + self.head.nbytes - shared + turn
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, cache: SequenceCache) -> Tensor:
+    def forward(self, tokens: Tensor, cache: StepCache) -> Tensor:
         """Reads int64 tokens [n] behind what the cache holds; gives the last block's output [n, hidden] in fp32.
 
         The cache then holds the tokens too. If this raises, the cache's newest tokens are undefined: release it.
         """
         n = tokens.shape[0]
-        table = self.rope.span(cache.length, n, self.device)
-        cache.begin(n)
+        table = self.rope.table(cache.begin(n), self.device)
         x = self._embed(tokens)
         spans = [slice(i, min(i + self._rows, n)) for i in range(0, n, self._rows)]
         for index, layer in enumerate(self.layers):
@@ -113,9 +113,7 @@ class Decoder:
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """The residual stream's start, fp32 [n, hidden]."""
-        if self.device.type == "cuda" and not tokens.is_cuda:
-            tokens = tokens.pin_memory().to(self.device, non_blocking=True)  # does not wait for what still runs
-        x = F.embedding(tokens.to(self.device), self.embedding)
+        x = F.embedding(upload(tokens, self.device), self.embedding)
         if self.turn is None:
             return x.float()
         if self._narrow_turn is not None:

@@ -47,6 +47,11 @@ class Watch:
         if layer in self._chosen:
             self._rows[layer].append(q[-self._keep :, self._chosen[layer]])
 
+    def add_chosen(self, rows: dict[int, Tensor]) -> None:
+        """As `add` for all layers at once: the chosen heads' rows [n, heads, d] by layer, in the order of `heads`."""
+        for layer, kept in rows.items():
+            self._rows[layer].append(kept)
+
     def queries(self, group: int) -> Iterator[tuple[int, int, Tensor]]:
         """(layer, KV head, queries fp32 [heads, n, d]) of the heads that share a KV head, in the order of `heads`."""
         for layer, chosen in self._chosen.items():

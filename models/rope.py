@@ -7,6 +7,7 @@ import math
 import torch
 
 from models.config import RopeConfig
+from models.upload import upload
 
 
 class Rope:
@@ -26,13 +27,6 @@ class Rope:
         self._pairs = _exponents(head_dim) if config.kind == "dynamic" else inverse_frequencies(config, head_dim)
         self._placed: dict[torch.device, torch.Tensor] = {}
 
-    def span(self, start: int, count: int, device: torch.device) -> torch.Tensor:
-        """`table` of positions start .. start + count - 1, made on `device` without waiting for it."""
-        if start < 0 or start + count > self.max_positions:
-            last = start + count - 1
-            raise ValueError(f"Positions {start} to {last} leave the context of {self.max_positions:,} tokens.")
-        return self.table(torch.arange(start, start + count, device=device))
-
     def table(
         self, positions: torch.Tensor, device: torch.device | str | None = None, seq_len: int | None = None
     ) -> torch.Tensor:
@@ -46,7 +40,7 @@ class Rope:
             if low < 0 or high >= self.max_positions:
                 raise ValueError(f"Positions {low} to {high} leave the context of {self.max_positions:,} tokens.")
         target = torch.device(device) if device is not None else positions.device
-        steps = positions.to(device=target, dtype=torch.float64)
+        steps = upload(positions, target).to(torch.float64)
         phases = steps[:, None] * self._frequencies(steps, seq_len)
         return torch.polar(torch.full_like(phases, self.attention_factor), phases).to(torch.complex64)
 
@@ -82,10 +76,6 @@ class EndlessRope:
         """As `Rope.table`, for any int64 position: complex64 [L, head_dim / 2]."""
         phases = self._phases(positions, device)
         return torch.polar(torch.full_like(phases, self.attention_factor), phases).to(torch.complex64)
-
-    def span(self, start: int, count: int, device: torch.device) -> torch.Tensor:
-        """`table` of positions start .. start + count - 1, made on `device`."""
-        return self.table(torch.arange(start, start + count, device=device))
 
     def back(self, distances: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
         """complex64 [L, head_dim / 2] that moves what is rotated already by so many positions towards the start."""

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from kernels.act_quant import ACT_QUANT
 from kernels.act_quant.ref import gated, quantize_rows, turned
+from kernels.gemv import GEMV
 from kernels.int8_gemm import INT8_GEMM
 from kernels.norm_rope import rms_norm
 from quant.formats import QuantizedWeight
@@ -77,6 +78,7 @@ class W8A8Linear:
 
     def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None) -> None:
         self._gemm = INT8_GEMM.choose(codes.device).backend.run
+        self._gemv = GEMV.choose(codes.device, dtype=codes.dtype, width=codes.shape[1]).backend.run
         self._quant = ACT_QUANT.choose(codes.device).backend.run
         self._narrow = codes.is_cuda and hasattr(self._gemm, "product")  # a GPU's product need not be in fp32
         self._weight = self._gemm.prepack(codes)
@@ -101,7 +103,12 @@ class W8A8Linear:
         return Rows(*self._quant.gated_quantize(product, scale, turn))
 
     def gated(self, rows: Rows) -> Tensor | None:
-        if not hasattr(self._gemm, "gated_product") or self.bias is not None or self._scale.shape[0] % 32:
+        if (
+            self._one(rows)
+            or not hasattr(self._gemm, "gated_product")
+            or self.bias is not None
+            or self._scale.shape[0] % 32
+        ):
             return None
         out: Tensor = self._gemm.gated_product(rows.values, rows.scale, self._weight, self._scale)
         return out
@@ -116,20 +123,32 @@ class W8A8Linear:
             out.copy_(self(rows))
 
     def raw(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        if self._one(rows):
+            return self._gemv.multiply(rows.values, self._weight, self._scale, rows.scale), None
         if self._narrow:
             return self._gemm.product(rows.values, rows.scale, self._weight, self._scale, None, torch.bfloat16), None
         return self._gemm.matmul(rows.values, self._weight, self._scale), rows.scale
 
+    def _one(self, rows: Rows) -> bool:
+        """Whether the kernel for one row serves; it reads the weight as `prepack` leaves it on a GPU, row by row."""
+        return self._gemv.ONE_ROW and rows.values.shape[0] == 1
+
     def add_to(self, total: Tensor, rows: Rows) -> None:
-        if hasattr(self._gemm, "add_product_"):
+        if self._one(rows):
+            self._gemv.multiply(rows.values, self._weight, self._scale, rows.scale, self.bias, total)
+        elif hasattr(self._gemm, "add_product_"):
             self._gemm.add_product_(total, rows.values, rows.scale, self._weight, self._scale, self.bias)
         else:
             _add(total, *self.raw(rows), self.bias)
 
     def __call__(self, rows: Rows, dtype: torch.dtype = torch.float32) -> Tensor:
+        product: Tensor
+        if self._one(rows):
+            product = self._gemv.multiply(rows.values, self._weight, self._scale, rows.scale, self.bias)
+            return product.to(dtype)
         if hasattr(self._gemm, "product"):
             wanted = () if dtype == torch.float32 else (dtype,)
-            product: Tensor = self._gemm.product(rows.values, rows.scale, self._weight, self._scale, self.bias, *wanted)
+            product = self._gemm.product(rows.values, rows.scale, self._weight, self._scale, self.bias, *wanted)
             return product
         out, scale = self.raw(rows)
         if scale is not None:
@@ -172,6 +191,7 @@ class DenseLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight = weight
+        self._gemv = GEMV.choose(weight.device, dtype=weight.dtype, width=weight.shape[1]).backend.run
         self.bias = None if bias is None else bias.float()
         self.nbytes = weight.nbytes + (0 if bias is None else 4 * bias.numel())
 
@@ -195,6 +215,8 @@ class DenseLinear:
         out.copy_(self(rows))
 
     def raw(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        if self._gemv.ONE_ROW and rows.values.shape[0] == 1:
+            return self._gemv.multiply(rows.values, self._weight), None
         out = F.linear(rows.values, self._weight)
         return out if out.is_cuda else out.float(), None
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
 
-from app.engine.types import Memory
+from app.engine.sampler import Sampler, check_token
+from app.engine.types import Memory, SamplingParams
 from models.evidence import Question
 
 CHATML = (
@@ -69,21 +71,24 @@ class FakeSlot:
     def length(self) -> int:
         return len(self.ids)
 
-    def prefill(self, chunk_ids: Sequence[int]) -> torch.Tensor:
+    def prefill(self, chunk_ids: Sequence[int]) -> None:
         assert not self.closed
         assert 0 < len(chunk_ids) <= self.runner.chunk
         self.runner.hook("prefill", self)
         self.ids.extend(chunk_ids)
         self.runner.read += len(chunk_ids)
-        return self.runner.logits(self.script[0])
 
-    def decode(self, token_id: int) -> torch.Tensor:
-        assert not self.closed
-        assert token_id == self.script.pop(0)
-        self.runner.hook("decode", self)
-        self.ids.append(token_id)
-        assert self.runner.capacity is None or self.length <= self.runner.capacity
-        return self.runner.logits(self.script[0])
+    def answer(self, sampling: SamplingParams, room: int | None) -> Generator[int]:
+        sampler = Sampler(sampling)
+        for number in count(1) if room is None else range(1, room + 1):
+            token = int(sampler.sample(self.runner.logits(self.script[0])))
+            check_token(token, number)
+            yield token
+            assert not self.closed
+            assert token == self.script.pop(0)
+            self.runner.hook("decode", self)
+            self.ids.append(token)
+            assert self.runner.capacity is None or self.length <= self.runner.capacity
 
     def watch(self) -> None:
         self.watched = True

@@ -9,14 +9,15 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from app.engine.detokenize import Detokenizer
-from app.engine.sampler import LoopDetector, Sampler, check_sampling
+from app.engine.sampler import LoopDetector, check_sampling
 from app.engine.stats import CostModel, Totals
 from app.engine.types import (
     Done,
@@ -29,6 +30,7 @@ from app.engine.types import (
     Opening,
     Progress,
     Queued,
+    SamplingParams,
     Timings,
     Token,
     Usage,
@@ -46,8 +48,8 @@ class Slot(Protocol):
     def cached(self) -> int: ...
     @property
     def length(self) -> int: ...
-    def prefill(self, chunk_ids: Sequence[int]) -> torch.Tensor | None: ...
-    def decode(self, token_id: int) -> torch.Tensor: ...
+    def prefill(self, chunk_ids: Sequence[int]) -> None: ...
+    def answer(self, sampling: SamplingParams, room: int | None) -> Generator[int]: ...
     def watch(self) -> None: ...
     def looked(self) -> Looked | None: ...
     def publish(self, chat_id: str) -> None: ...
@@ -57,7 +59,8 @@ class Slot(Protocol):
 class Runner(Protocol):
     """What the engine drives; only its worker thread calls `start` and the slots.
 
-    A started slot always leaves at least the prompt's last token to prefill, which gives the first logits.
+    A started slot always leaves at least the prompt's last token to prefill, which gives the first logits. Its answer
+    gives `room` tokens at most; a token is in the cache once the next one was asked for.
     """
 
     @property
@@ -277,8 +280,7 @@ class Engine:
             answer = _Answer(job, slot, room, self._detok_factory(request.sampling.stop), endless)
             if request.evidence:
                 slot.watch()
-            logits = answer.read(self.runner.chunk, self.cost)
-            reason = "cancelled" if logits is None else answer.write(logits)
+            reason = answer.write() if answer.read(self.runner.chunk, self.cost) else "cancelled"
             looked = slot.looked() if request.evidence else None
             if request.chat_id is not None and slot.length:
                 slot.publish(request.chat_id)
@@ -319,54 +321,54 @@ class _Answer:
         self._read = self._steps = 0
         self._read_s = self._write_s = 0.0
 
-    def read(self, chunk: int, cost: CostModel) -> torch.Tensor | None:
-        """Prefill chunk by chunk; the last position's logits, or None when it was cancelled."""
+    def read(self, chunk: int, cost: CostModel) -> bool:
+        """Prefill chunk by chunk; False when it was cancelled."""
         prompt, slot = self._job.request.prompt_ids, self._slot
         total, cached = len(prompt), slot.cached
-        logits: torch.Tensor | None = None
         self._job.events.put(Progress(cached, total, cached, 0.0, cost.seconds(cached, total) or 0.0))
         for start in range(cached, total, chunk):
             if self._job.cancelled:
-                return None
+                return False
             end = min(start + chunk, total)
             before = time.perf_counter()
-            logits = slot.prefill(prompt[start:end])
+            slot.prefill(prompt[start:end])
             seconds = time.perf_counter() - before
             cost.observe(start, end, seconds)
             self._read, self._read_s = end - cached, self._read_s + seconds
             rate = (end - start) / max(seconds, 1e-9)
             self._job.events.put(Progress(end, total, cached, rate, cost.seconds(end, total) or 0.0))
-        if logits is None:
-            raise RuntimeError(f"Reading {total - cached} tokens gave no logits.")
-        return logits
+        return True
 
-    def write(self, logits: torch.Tensor) -> FinishReason:
-        """Sample and decode until something ends the answer; says what did."""
+    def write(self) -> FinishReason:
+        """Take tokens until something ends the answer; says what did."""
         request, detokenizer = self._job.request, self._detokenizer
         # In an endless context an answer ends by itself, by Stop or at a limit that was asked for, and not otherwise.
-        sampler, loop = Sampler(request.sampling), None if self._endless else LoopDetector()
-        while not self._job.cancelled:
-            before = time.perf_counter()
-            token = sampler.sample(logits, self.ids)
-            self.ids.append(token)
-            if token in request.stop_ids:
-                self._send(detokenizer.flush(), token)
-                return "stop"
-            text = detokenizer.push(token)
-            reason: FinishReason | None = None
-            if detokenizer.stopped:
-                reason = "stop"
-            elif self._room is not None and len(self.ids) >= self._room:
-                reason = "length"
-            elif loop is not None and loop.push(token):
-                reason = "loop"
-            if reason is not None:
-                self._send(text + detokenizer.flush(), token)
-                return reason
-            self._send(text, token, even_empty=True)
-            logits = self._slot.decode(token)
-            self._steps += 1
-            self._write_s += time.perf_counter() - before
+        loop = None if self._endless else LoopDetector()
+        before = time.perf_counter()
+        with closing(self._slot.answer(request.sampling, self._room)) as tokens:
+            for token in tokens:
+                if self.ids:
+                    self._steps += 1
+                    self._write_s += time.perf_counter() - before
+                before = time.perf_counter()
+                if self._job.cancelled:
+                    break
+                self.ids.append(token)
+                if token in request.stop_ids:
+                    self._send(detokenizer.flush(), token)
+                    return "stop"
+                text = detokenizer.push(token)
+                reason: FinishReason | None = None
+                if detokenizer.stopped:
+                    reason = "stop"
+                elif self._room is not None and len(self.ids) >= self._room:
+                    reason = "length"
+                elif loop is not None and loop.push(token):
+                    reason = "loop"
+                if reason is not None:
+                    self._send(text + detokenizer.flush(), token)
+                    return reason
+                self._send(text, token, even_empty=True)
         if self.ids:
             self._send(detokenizer.flush(), self.ids[-1])
         return "cancelled"

@@ -13,8 +13,9 @@ from models.cache.sequence import SequenceCache
 from models.cache.shape import BLOCK
 
 _PER_CHAT = 3  # the newest end of a chat, the one before it, and one inside its last prompt
-# Each holds its own windows. One more sequence runs, its fork waits to be kept, and three are on their way to disk.
-_IN_ALL = SNAPSHOTS - 5
+# Each holds its own windows. One more sequence runs, its fork waits to be kept, three are on their way to disk, and
+# a decode graph has buffers of its own.
+_IN_ALL = SNAPSHOTS - 6
 
 
 @dataclass

@@ -6,19 +6,21 @@ import hashlib
 import logging
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from app.config import Settings
+from app.engine.graph import DecodeGraph
 from app.engine.prefix import PrefixStore
+from app.engine.sampler import Sampler, check_token
 from app.engine.sizing import fit, free_bytes, peak_bytes, resolve_shape, usable
 from app.engine.snapshots import LEAST_TOKENS, SnapshotStore
-from app.engine.types import Mark, Memory
+from app.engine.types import Mark, Memory, SamplingParams
 from app.errors import ContextTooLong
 from kernels import compiled
 from models.build import load_decoder
@@ -66,8 +68,8 @@ class Slot:
         """Committed tokens."""
         return self._cache.length
 
-    def prefill(self, chunk_ids: Sequence[int]) -> Tensor:
-        """Reads a chunk; fp32 logits [vocabulary] of its last token.
+    def prefill(self, chunk_ids: Sequence[int]) -> None:
+        """Reads a chunk of the prompt.
 
         Where a document ends, a copy is kept for other chats and on disk. Where the prompt ends, a copy is kept from
         just before, so that the same prompt can be asked again.
@@ -75,12 +77,12 @@ class Slot:
         while self._marks and self._marks[0].position <= self.length + len(chunk_ids):
             mark = self._marks.pop(0)
             upto = mark.position - self.length
-            logits = self._read(chunk_ids[:upto])
+            self._read(chunk_ids[:upto])
             chunk_ids = chunk_ids[upto:]
             self._runner.prefixes.keep(self._prompt[: self.length], self._cache.fork(), None)
             self._save((mark.label,), wait=True)
             if not chunk_ids:
-                return logits
+                return
         if self.length + len(chunk_ids) == len(self._prompt):
             early = max(0, (len(self._prompt) - 1) // BLOCK * BLOCK - self.length)
             if early:
@@ -90,14 +92,22 @@ class Slot:
                 self._early = list(self._ids), self._cache.fork()
             if self._watch is not None and isinstance(self._cache, DuoCache):
                 self._cache.watch = self._watch
-        logits = self._read(chunk_ids)
+        self._read(chunk_ids)
         if time.monotonic() - self._saved_at > CHECKPOINT_S and self.length < len(self._prompt):
             self._save()
-        return logits
 
-    def decode(self, token_id: int) -> Tensor:
-        """Reads one token; fp32 logits [vocabulary] for the next."""
-        return self._read((token_id,))
+    def answer(self, sampling: SamplingParams, room: int | None) -> Generator[int]:
+        """The answer's tokens, `room` at most; a token is in the cache once the next one was asked for."""
+        sampler, runner, cache = Sampler(sampling), self._runner, self._cache
+        if runner.graph is not None and isinstance(cache, DuoCache):
+            reserve = lambda length: runner.make_room(lambda: cache.reserve(length))  # noqa: E731
+            yield from runner.graph.answer(cache, self._ids, self._logits, sampler, room, reserve)
+            return
+        for number in count(1) if room is None else range(1, room + 1):
+            token = int(sampler.sample(self._logits))
+            check_token(token, number)
+            yield token
+            self._read((token,))
 
     def watch(self) -> None:
         """From the answer's first token on, keeps what tells where it looks."""
@@ -110,21 +120,21 @@ class Slot:
             return None
         return weigh(self._cache, self._watch, len(self._prompt))
 
-    def _read(self, ids: Sequence[int]) -> Tensor:
+    def _read(self, ids: Sequence[int]) -> None:
+        """Reads tokens; `_logits`, fp32 [vocabulary], are then those behind the last one."""
         runner = self._runner
         runner.make_room(lambda: self._cache.reserve(self.length + len(ids)))
         try:
             hidden = runner.decoder.forward(torch.tensor(ids, dtype=torch.int64), self._cache)
-            logits = runner.decoder.logits(hidden[-1:])[0]
-            if logits.is_cuda:
-                torch.cuda.synchronize(logits.device)  # the time of a chunk is told, not that of its launch
+            self._logits = runner.decoder.logits(hidden[-1:])[0]
+            if self._logits.is_cuda:
+                torch.cuda.synchronize(self._logits.device)  # the time of a chunk is told, not that of its launch
         except torch.OutOfMemoryError:
             # What was kept for later holds memory of its own: without it a request of a fitting size works again.
             while runner.prefixes.drop_oldest():
                 pass
             raise
         self._ids += ids
-        return logits
 
     def _save(self, labels: Sequence[str] = (), wait: bool = False) -> None:
         """Have the committed tokens written to disk, where enough of them are not there yet."""
@@ -170,6 +180,8 @@ class Runner:
         self.prefixes = PrefixStore()
         self.snapshots = snapshots
         self.evidence_heads: list[tuple[int, int]] = []
+        self.graph: DecodeGraph | None = None
+        self._capture()
         self._settings = settings
         self._newest: SequenceCache | None = None
 
@@ -242,6 +254,13 @@ class Runner:
         """Takes a reading test to learn which heads tell what an answer rests on; call it before any request runs."""
         if any(self.pool.shape.retrieval_heads):
             self.evidence_heads = find_heads(self.decoder, self.pool, prompt, questions, _EVIDENCE_HEADS)
+            self._capture()
+
+    def _capture(self) -> None:
+        """Captures the decode step where the device can; its queries of the evidence heads are kept."""
+        if self.capacity is not None and DecodeGraph.serves(self.pool):
+            self.graph = None  # its buffers first
+            self.graph = DecodeGraph(self.decoder, self.pool, self.evidence_heads)
 
     def make_room(self, take: Callable[[], T]) -> T:
         """Does what takes blocks, letting go of the oldest kept prefixes where the pool is full."""

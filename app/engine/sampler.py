@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
+from torch import Tensor
 
 from app.engine.types import SamplingParams
 from models.errors import BadLogits
+
+NOT_FINITE = -1  # in place of a token
 
 
 def check_sampling(params: SamplingParams) -> None:
@@ -33,7 +34,7 @@ def check_sampling(params: SamplingParams) -> None:
 
 
 class Sampler:
-    """Chooses tokens for one answer.
+    """Chooses the tokens of one answer on the device that the logits are on, without waiting for it.
 
     Order: repetition penalty over the answer, temperature, top-k, top-p, min-p, then one draw. Temperature 0 takes the
     largest logit. The best token always stays, so top_p 0 is greedy too. The same seed gives the same answer.
@@ -42,24 +43,32 @@ class Sampler:
     def __init__(self, params: SamplingParams) -> None:
         check_sampling(params)
         self._params = params
+        self._seen: Tensor | None = None  # bool [vocab]: tokens of the answer so far
         self._random = torch.Generator()
         if params.seed is None:
             self._random.seed()
         else:
             self._random.manual_seed(params.seed)
 
-    def sample(self, logits: torch.Tensor, answer_ids: Sequence[int]) -> int:
-        """The next token id from fp32 logits [vocab]; raises BadLogits when one of them is not finite."""
-        if not torch.isfinite(logits).all():
-            raise BadLogits(
-                f"The model gave logits that are not finite at answer token {len(answer_ids) + 1}; the answer was "
-                "stopped. Other weights or cache settings (--weights bf16, --kv bf16) may help."
-            )
+    def sample(self, logits: Tensor) -> Tensor:
+        """The next token of the answer, int64 [1], from fp32 logits [vocab]; NOT_FINITE when one of them is not."""
+        token = self._choose(self._penalised(logits)).masked_fill(~logits.isfinite().all(), NOT_FINITE).view(1)
+        if self._seen is not None:
+            self._seen.index_fill_(0, token.clamp_min(0), True)
+        return token
+
+    def _penalised(self, logits: Tensor) -> Tensor:
+        penalty = self._params.repetition_penalty
+        if penalty == 1.0:
+            return logits
+        if self._seen is None:
+            self._seen = torch.zeros_like(logits, dtype=torch.bool)
+        return torch.where(self._seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+    def _choose(self, logits: Tensor) -> Tensor:
         params = self._params
-        if params.repetition_penalty != 1.0 and answer_ids:
-            logits = _penalise(logits, answer_ids, params.repetition_penalty)
         if params.temperature == 0.0:
-            return int(logits.argmax())
+            return logits.argmax()
         if 0 < params.top_k < logits.numel():
             values, ids = logits.topk(params.top_k)
         else:
@@ -68,18 +77,21 @@ class Sampler:
         probabilities = ((values.double() - values[0].double()) / params.temperature).softmax(0)
         before = probabilities.cumsum(0) - probabilities
         keep = (before < params.top_p) & (probabilities >= params.min_p * probabilities[0])
-        keep[0] = True
+        keep[:1] = True  # a place alone would be copied from the host, and waited for
         upto = (probabilities * keep).cumsum(0)
-        point = torch.rand((), generator=self._random, dtype=torch.float64) * upto[-1]
-        # The last kept place bounds the draw: rounding must not reach a token that was cut.
-        place = min(int(torch.searchsorted(upto, point, right=True)), int(keep.nonzero()[-1]))
-        return int(ids[place])
+        point = upto[-1:] * float(torch.rand((), generator=self._random, dtype=torch.float64))
+        # What is kept is a front of the list. Its end bounds the draw: rounding must not reach a token that was cut.
+        place = torch.minimum(torch.searchsorted(upto, point, right=True), keep.sum() - 1)
+        return ids.gather(0, place)
 
 
-def _penalise(logits: torch.Tensor, answer_ids: Sequence[int], penalty: float) -> torch.Tensor:
-    seen = torch.tensor(sorted(set(answer_ids)), device=logits.device)
-    scores = logits[seen]
-    return logits.index_copy(0, seen, torch.where(scores > 0, scores / penalty, scores * penalty))
+def check_token(token: int, number: int) -> None:
+    """Raise BadLogits when the answer's token of this number could not be chosen."""
+    if token == NOT_FINITE:
+        raise BadLogits(
+            f"The model gave logits that are not finite at answer token {number}; the answer was stopped. "
+            "Other weights or cache settings (--weights bf16, --kv bf16) may help."
+        )
 
 
 class LoopDetector:

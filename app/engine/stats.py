@@ -38,7 +38,7 @@ class CostModel:
         """Tokens `start` to `end` of a context took this long."""
         if end <= start:
             return
-        # Per token, weighted by the square of tokens: what a small chunk costs beside its tokens must not pass for their
+        # Per token, weighted by the square of tokens: what a small chunk costs beside them must not pass for their
         # price. And by depth: what is left is deeper still, and the first chunks cost less than the curve of the rest.
         y, t = float(end + start), seconds / (end - start)
         weight = y * (end - start) ** 2

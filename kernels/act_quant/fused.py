@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.act_quant.ref import turned_quantize
 from kernels.jit import jit, missing, tl, triton
+
+__all__ = ["declines", "gated_quantize", "quantize_rows", "rms_norm_quantize", "turned_quantize"]
 
 _TINY = 1e-12  # as in the reference
 _LONGEST = 1 << 16  # channels of a row that registers hold

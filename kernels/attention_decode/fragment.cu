@@ -8,7 +8,11 @@
 // code * 2^-24 (or 2^-20, four bits further up), which tensor cores multiply exactly. Step, middle and the codes'
 // offset of 8 are folded out: q.k = step (q.n - 8 sum q) + middle sum(q), sum p v = (p step).(n - 8) + sum(p middle).
 //
+// In a decode step the same launch also stores the new token's key and value, and serves the streaming heads: their
+// window is a handful of exact tokens, for one CTA a head that has no packed history and leaves its result whole.
+//
 // HEAD_DIM, WARPS and STAGES are set by the host.
+#include "common.cuh"
 
 constexpr int D = HEAD_DIM;
 constexpr int THREADS = WARPS * 32;
@@ -27,21 +31,28 @@ constexpr float ROOM = 4.f;    // a new reference leaves the largest weight at 2
 constexpr float LIMIT = 8.f;   // ... and stays until one passes 2^LIMIT, so that weight * step fits fp16
 
 struct Params {
-    const float *q;                       // [heads, group, D]
-    const unsigned short *exact_k;        // fp16 [heads, n, D]
-    const unsigned short *exact_v;
+    const float *q;                       // [heads + windows, group, D]
+    char *exact_k;                        // fp16 [heads, n, D]
+    char *exact_v;
     const char *keys;                     // [heads, blocks, TILES * SIDE]
     const char *values;
     const char *scales;                   // fp16 [heads, blocks, TILES * TILE, 4]
     const int *table;                     // blocks of the history, in order
-    const int *lengths;                   // exact tokens and packed blocks; null: as below
+    const int *lengths;                   // as Clock of the host; null: as below
     float *partial;                       // [heads, splits, group, D]
     float2 *sums;                         // [heads, splits, group]: reference, sum of weights
-    float *out;                           // [heads, group, D]
-    long long exact_stride, key_stride, value_stride, scale_stride; // bytes from head to head
+    float *out;                           // [heads + windows, group, D]
+    const float *new_k;                   // [heads + windows, D], or null
+    const float *new_v;
+    char *window_k;                       // fp16 [windows, n, D]
+    char *window_v;
+    long long exact_stride, key_stride, value_stride, scale_stride, window_stride; // bytes from head to head
     float scale;
-    int group, splits, exact, blocks;
+    int group, splits, exact, blocks, heads;
 };
+
+// The host's Clock: tokens that count, and the row of the new one.
+enum { EXACT_TOKENS, PACKED_BLOCKS, EXACT_ROW, WINDOW_TOKENS, WINDOW_ROW };
 
 __device__ __forceinline__ float power(float x) {
     float y;
@@ -198,11 +209,13 @@ struct Stream {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) kv4_decode(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) char memory[];
     Shared &shared = *(Shared *)(memory + RING);
-    const int split = blockIdx.x, head = blockIdx.y;
+    const bool window = blockIdx.x >= p.splits * p.heads;
+    const int head = window ? blockIdx.x - p.splits * p.heads + p.heads : blockIdx.x / p.splits;
+    const int split = window ? 0 : blockIdx.x % p.splits;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int row = lane / 4, column = lane % 4; // of a fragment
-    const int exact = p.lengths ? p.lengths[0] : p.exact;
-    const int tiles = (p.lengths ? p.lengths[1] : p.blocks) * TILES;
+    const int exact = p.lengths ? p.lengths[window ? WINDOW_TOKENS : EXACT_TOKENS] : p.exact;
+    const int tiles = window ? 0 : (p.lengths ? p.lengths[PACKED_BLOCKS] : p.blocks) * TILES;
 
     // Exact tokens are the front of the first split and count as the tiles that take as long.
     const int front = exact ? exact / 8 + EXACT_TILES : 0;
@@ -229,7 +242,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kv4_decode(const __grid
         }
         block = blocks[STAGES - 1];
     };
-    if (split) prime();
+    if (split) prime(); // of tokens that were packed in an earlier step: nothing to wait for
+    wait_for_grid();
+
+    char *own_k = window ? p.window_k + (head - p.heads) * p.window_stride : p.exact_k + head * p.exact_stride;
+    char *own_v = window ? p.window_v + (head - p.heads) * p.window_stride : p.exact_v + head * p.exact_stride;
+    if (p.new_k && split == 0) {
+        const long long at = p.lengths[window ? WINDOW_ROW : EXACT_ROW] * (2ll * D);
+        for (int i = threadIdx.x; i < D / 2; i += THREADS) {
+            const float2 k = ((const float2 *)(p.new_k + (long long)head * D))[i];
+            const float2 v = ((const float2 *)(p.new_v + (long long)head * D))[i];
+            ((unsigned *)(own_k + at))[i] = narrow(k.x, k.y);
+            ((unsigned *)(own_v + at))[i] = narrow(v.x, v.y);
+        }
+        __syncthreads();
+    }
 
     // Queries as operands: a lane's eight neighbouring channels of head `row` serve two steps.
     unsigned query[STEPS][2];
@@ -267,10 +294,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kv4_decode(const __grid
 
     Sums sums;
     if (split == 0) {
-        const char *keys = (const char *)p.exact_k + head * p.exact_stride;
-        const char *values = (const char *)p.exact_v + head * p.exact_stride;
         for (int from = warp * 16; from < exact; from += WARPS * 16)
-            attend_exact(sums, query, keys, values, from, exact, ring);
+            attend_exact(sums, query, own_k, own_v, from, exact, ring);
 #pragma unroll
         for (int m = 0; m < STEPS; m++)
 #pragma unroll
@@ -361,9 +386,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kv4_decode(const __grid
             }
     }
 
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;"); // the merge may start to start
-#endif
+    let_next_grid_start();
 
     // Join the warps: references first, then sums in them.
 #pragma unroll
@@ -380,14 +403,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kv4_decode(const __grid
             shared.mass[warp][2 * column + h] = sums.mass[h];
         }
     __syncthreads(); // and the rings are free
+    const auto mass_of = [&](int g, float top) {
+        float mass = 0;
+        for (int w = 0; w < WARPS; w++) mass = fmaf(shared.mass[w][g], power(shared.peak[w][g] - top), mass);
+        return mass;
+    };
+    const auto top_of = [&](int g) {
+        float top = NONE;
+        for (int w = 0; w < WARPS; w++) top = fmaxf(top, shared.peak[w][g]);
+        return top;
+    };
     float(*rows)[HEADS][D + 4] = (float(*)[HEADS][D + 4])memory; // padded against bank conflicts
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const int g = 2 * column + h;
         if (g >= p.group) break;
-        float top = NONE;
-        for (int w = 0; w < WARPS; w++) top = fmaxf(top, shared.peak[w][g]);
-        const float factor = power(sums.peak[h] - top);
+        const float factor = power(sums.peak[h] - top_of(g));
 #pragma unroll
         for (int m = 0; m < STEPS; m++) {
             rows[warp][g][m * 16 + row] = fmaf(sums.value[m][h], 0x1p24f, sums.drift[h]) * factor;
@@ -400,14 +431,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kv4_decode(const __grid
         float total = 0;
 #pragma unroll
         for (int w = 0; w < WARPS; w++) total += rows[w][i / D][i % D];
-        p.partial[place * D + i] = total;
+        if (window)
+            p.out[(long long)head * p.group * D + i] = total / mass_of(i / D, top_of(i / D));
+        else
+            p.partial[place * D + i] = total;
     }
+    if (window) return;
     if (threadIdx.x < p.group) {
         const int g = threadIdx.x;
-        float top = NONE, mass = 0;
-        for (int w = 0; w < WARPS; w++) top = fmaxf(top, shared.peak[w][g]);
-        for (int w = 0; w < WARPS; w++) mass = fmaf(shared.mass[w][g], power(shared.peak[w][g] - top), mass);
-        p.sums[place + g] = make_float2(top, mass);
+        const float top = top_of(g);
+        p.sums[place + g] = make_float2(top, mass_of(g, top));
     }
 }
 
@@ -428,9 +461,8 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) kv4_merge(const __gr
     const long long place = (long long)head * p.splits * p.group + g;
     const float4 *partial = (const float4 *)p.partial + place * QUADS + quad;
     const long long step = (long long)p.group * QUADS; // from split to split
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+    let_next_grid_start();
+    wait_for_grid();
 
     const float2 own = thread < p.splits ? p.sums[place + (long long)thread * p.group] : make_float2(NONE, 0);
     float4 first[EARLY] = {}; // on their way while the weights are found

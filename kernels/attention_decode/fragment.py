@@ -28,9 +28,11 @@ class _Params(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "exact_k", "exact_v", "keys", "values", "scales", "table")),
         *((name, ctypes.c_void_p) for name in ("lengths", "partial", "sums", "out")),
+        *((name, ctypes.c_void_p) for name in ("new_k", "new_v", "window_k", "window_v")),
         *((name, ctypes.c_int64) for name in ("exact_stride", "key_stride", "value_stride", "scale_stride")),
+        ("window_stride", ctypes.c_int64),
         ("scale", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("group", "splits", "exact", "blocks")),
+        *((name, ctypes.c_int) for name in ("group", "splits", "exact", "blocks", "heads")),
     )
 
 
@@ -74,7 +76,6 @@ class _Plan:
     decode: nvrtc.Kernel
     merge: nvrtc.Kernel
     processors: int
-    early: bool  # whether the merge may start while the last splits still run
 
 
 @cache
@@ -87,7 +88,6 @@ def _plan(device: torch.device, head_dim: int) -> _Plan:
         program.kernel("kv4_decode", chosen.warps * 32, chosen.shared_bytes(head_dim)),
         program.kernel("kv4_merge", MERGE_THREADS),
         properties.multi_processor_count,
-        properties.major >= 9,
     )
 
 
@@ -107,23 +107,53 @@ def decode(
 ) -> Tensor:
     """As `ref.decode`; q and p are rounded to fp16, sums are kept in fp32.
 
-    lengths: int32 [2] on the device, the exact tokens and packed blocks that count, of those that the tensors hold.
-    With it, a captured graph serves every length.
+    lengths: the front of a `ref.Clock` on the device, the exact tokens and packed blocks that count, of those that the
+    tensors hold. With it, a captured graph serves every length.
     """
-    heads, group, d = q.shape
+    d = q.shape[-1]
     if layout is not layout_of_this:
         raise ValueError(f"packed by {layout.__name__}, not by {layout_of_this.__name__}")
     if exact_k.dtype != torch.float16 or exact_k.stride() != exact_v.stride() or exact_k.stride()[1:] != (d, 1):
         exact_k, exact_v = exact_k.to(torch.float16).contiguous(), exact_v.to(torch.float16).contiguous()
-    q = q.contiguous()
+    return _launch(q.contiguous(), (exact_k, exact_v), packed, scale, lengths)
+
+
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    clock: Tensor,
+    exact: tuple[Tensor, Tensor],
+    packed: Packed,
+    windows: tuple[Tensor, Tensor],
+    layout: Any,
+    scale: float,
+) -> Tensor:
+    """As `ref.step`, in two launches whose shapes do not depend on the clock; all tensors are contiguous."""
+    assert layout is layout_of_this
+    return _launch(q, exact, packed, scale, clock, (k, v), windows)
+
+
+def _launch(
+    q: Tensor,
+    exact: tuple[Tensor, Tensor],
+    packed: Packed,
+    scale: float,
+    lengths: Tensor | None,
+    new: tuple[Tensor, Tensor] | None = None,
+    windows: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Both kernels. A CTA for each window, and the splits of the heads with a history over the other processors."""
+    _, group, d = q.shape
     plan = _plan(q.device, d)
-    splits = splits_for(heads, plan.processors)
+    heads, streaming = exact[0].shape[0], 0 if windows is None else windows[0].shape[0]
+    splits = splits_for(heads, plan.processors - streaming) if heads else 1
     out = torch.empty_like(q)
     partial = q.new_empty(heads * splits * group * (d + 2))
     params = _Params(
         q.data_ptr(),
-        exact_k.data_ptr(),
-        exact_v.data_ptr(),
+        exact[0].data_ptr(),
+        exact[1].data_ptr(),
         packed.keys.data_ptr(),
         packed.values.data_ptr(),
         packed.scales.data_ptr(),
@@ -132,16 +162,21 @@ def decode(
         partial.data_ptr(),
         partial.data_ptr() + 4 * heads * splits * group * d,
         out.data_ptr(),
-        2 * exact_k.stride(0),
+        *((None, None) if new is None else (x.data_ptr() for x in new)),
+        *((None, None) if windows is None else (x.data_ptr() for x in windows)),
+        2 * exact[0].stride(0),
         packed.keys.stride(0),
         packed.values.stride(0),
         2 * packed.scales.stride(0),
+        0 if windows is None else 2 * windows[0].stride(0),
         scale * _LOG2_E,
         group,
         splits,
-        exact_k.shape[1],
+        exact[0].shape[1],
         packed.table.numel(),
+        heads,
     )
-    plan.decode.launch(splits, heads, params)
-    plan.merge.launch(group, heads, params, early=plan.early)
+    plan.decode.launch(heads * splits + streaming, 1, params, early=new is not None)
+    if heads:
+        plan.merge.launch(group, heads, params, early=True)
     return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,21 @@ class Packed:
             )
 
 
+class Clock(NamedTuple):
+    """What a decode step needs to know of the sequence's length; int32 [6] on the device.
+
+    Exact tokens of a head with a history, its packed blocks, and the row of the new token among the exact ones; tokens
+    of a window, the new one's row there; and the place in the table of the block that the new token fills, or -1.
+    """
+
+    exact_tokens: int
+    packed_blocks: int
+    exact_row: int
+    window_tokens: int
+    window_row: int
+    full_block: int
+
+
 def stretches(ids: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
     """(first, last + 1) of each stretch of consecutive ids, none longer than `longest`."""
     start = 0
@@ -56,3 +71,32 @@ def decode(q: Tensor, exact_k: Tensor, exact_v: Tensor, packed: Packed, layout: 
         all_values.append((layout.unpack_values(values, d).float() - 8) * v_step + v_middle)
     weights = (q @ torch.cat(all_keys, 1).transpose(1, 2) * scale).softmax(-1)
     return weights @ torch.cat(all_values, 1)
+
+
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    clock: Tensor,
+    exact: tuple[Tensor, Tensor],
+    packed: Packed,
+    windows: tuple[Tensor, Tensor],
+    layout: Any,
+    scale: float,
+) -> Tensor:
+    """One token through a layer: stores its key and value, then attends; out [heads, group, d] in fp32.
+
+    Heads with a history come first, then those with a window. q [heads, group, d], k, v [heads, d] fp32; clock: a
+    `Clock`, with the new token counted; exact: keys and values [heads with a history, n, d]; windows: [others, n, d].
+    """
+    now = Clock(*clock.tolist())
+    kept = exact[0].shape[0]
+    outs = []
+    for (keys, values), heads, row, tokens, blocks in (
+        (exact, slice(kept), now.exact_row, now.exact_tokens, now.packed_blocks),
+        (windows, slice(kept, None), now.window_row, now.window_tokens, 0),
+    ):
+        keys[:, row], values[:, row] = k[heads].to(keys.dtype), v[heads].to(values.dtype)
+        seen = Packed(packed.keys, packed.values, packed.scales, packed.table[:blocks])
+        outs.append(decode(q[heads], keys[:, :tokens], values[:, :tokens], seen, layout, scale))
+    return torch.cat(outs)

@@ -7,6 +7,10 @@ bytes, the 32 lanes' pieces side by side. Blocks of whole tiles laid end to end 
 
 from __future__ import annotations
 
+import ctypes
+from functools import cache
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -15,6 +19,19 @@ from kernels import nvrtc
 HEAD_DIMS = (64, 96, 128, 256)
 LARGEST_GROUP = 8
 TILE = 32
+SOURCE = Path(__file__).with_name("pack.cu")
+PACK_THREADS = 512  # as in the source
+
+
+class _Params(ctypes.Structure):
+    """`Params` of the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "packed_keys", "packed_values", "scales")),
+        *((name, ctypes.c_void_p) for name in ("table", "full")),
+        ("blocks", ctypes.c_int64),
+        ("share", ctypes.c_float),
+    )
 
 
 def declines(device: torch.device, head_dim: int, group: int = 1) -> str | None:
@@ -25,12 +42,7 @@ def declines(device: torch.device, head_dim: int, group: int = 1) -> str | None:
         return f"head size {head_dim} is not one of {HEAD_DIMS}"
     if group > LARGEST_GROUP:
         return f"{group} query heads share a KV head, more than {LARGEST_GROUP}"
-    reason = nvrtc.missing()
-    if reason:
-        return reason
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "needs compute capability 8.0"
-    return None
+    return nvrtc.unusable(device)
 
 
 def value_panels(head_dim: int) -> int:
@@ -77,3 +89,26 @@ def unpack_values(packed: Tensor, head_dim: int) -> Tensor:
     """bytes [heads, 1, tokens * d / 2] -> codes [heads, tokens, d]."""
     split = _from_words(packed[:, 0], head_dim).unflatten(2, (2, head_dim // 16))
     return split.permute(0, 1, 2, 7, 5, 6, 3, 8, 4).flatten(6).flatten(1, 5)
+
+
+@cache
+def _kernel(device: torch.device, head_dim: int) -> nvrtc.Kernel:
+    return nvrtc.Program(SOURCE, {"HEAD_DIM": head_dim}, device).kernel("kv4_pack", PACK_THREADS)
+
+
+def pack_full(
+    exact: tuple[Tensor, Tensor],
+    packed: tuple[Tensor, Tensor, Tensor],
+    table: Tensor,
+    full: Tensor,
+    share: float,
+) -> None:
+    """Packs the newest block of every head, where the device finds that it is full; the host need not know.
+
+    exact: keys and values fp16 [heads, 2 blocks, d]; packed: keys, values and scales of all blocks; full: int32, place
+    in `table` of the block, below 0 for none; share: of a token's range, for a step (`quant.kv4`).
+    """
+    heads, _, d = exact[0].shape
+    blocks = packed[0].shape[1]
+    pointers = (x.data_ptr() for x in (*exact, *packed, table, full))
+    _kernel(exact[0].device, d).launch(heads, 2, _Params(*pointers, blocks, share), early=True)

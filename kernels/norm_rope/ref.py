@@ -1,4 +1,4 @@
-"""RMSNorm and rotary position embedding in plain torch."""
+"""RMSNorm, rotary position embedding and the rotation of heads in plain torch."""
 
 from collections.abc import Sequence
 

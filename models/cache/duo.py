@@ -22,6 +22,9 @@ class Watch(Protocol):
     def add(self, layer: int, q: Tensor) -> None:
         """q [n, heads, d] as the cache attends with them."""
 
+    def add_chosen(self, rows: dict[int, Tensor]) -> None:
+        """By layer, what it would have kept of them: [n, chosen heads, d]."""
+
 
 class DuoCache:
     """Use: `reserve`, then for every chunk `begin`, `attend` once a layer, `commit`.
@@ -58,12 +61,18 @@ class DuoCache:
         if missing > 0:
             self._ids += self.pool.allocate(missing, self._ids[-1] if self._ids else None)
 
-    def begin(self, n: int) -> None:
-        """Makes ready for a chunk of n tokens behind `length`."""
+    @property
+    def reserved(self) -> list[int]:
+        """Ids of the blocks taken so far, those included that are not filled yet."""
+        return self._ids
+
+    def begin(self, n: int) -> Tensor:
+        """Makes ready for a chunk of n tokens behind `length`; their positions."""
         self.reserve(self.length + n)
         self._chunk = n
         streams = n > 1 and any(self.shape.streaming_heads)
         self._masks = self._streaming.plan(self.length, n, not self.direct) if streams else None
+        return torch.arange(self.length, self.length + n)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Appends the chunk's k, v [n, kv_heads, d] of a layer and attends: q [n, heads, d] -> [n, heads * d].

@@ -62,7 +62,7 @@ class EndlessCache:
     def reserve(self, length: int) -> None:
         """Nothing to do: any length fits."""
 
-    def begin(self, n: int) -> None:
+    def begin(self, n: int) -> Tensor:
         """Makes ready for a chunk of n tokens behind `length`."""
         self._chunk = n
         # Queries behind a full cache; before that a token's place in the text is its place in the cache.
@@ -73,6 +73,7 @@ class EndlessCache:
         if n == 1:
             held = min(self.length + 1, self._slots)
             self._clock.copy_(torch.tensor([held, self._slot(self.length)]))
+        return torch.arange(self.length, end)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Appends the chunk's k, v [n, kv_heads, d] of a layer and attends: q [n, heads, d] -> fp32 [n, heads * d].

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kernels.act_quant import ACT_QUANT
-from kernels.attention_decode import KV4_DECODE
+from kernels.attention_decode import KV4_DECODE, KV4_STEP
 from kernels.attention_prefill import ATTENTION, BLOCKS, ROWS, WINDOW
 from kernels.attention_window import WINDOW_DECODE, WINDOW_STEP
 from kernels.int8_gemm import INT8_GEMM
@@ -40,7 +40,7 @@ def kernel_report(device: torch.device, shape: CacheShape, endless: bool = False
         asked.append((WINDOW_DECODE, window))
     if shape.bits == 4:
         packed = {"head_dim": shape.head_dim, "group": shape.group}
-        asked += [(KV4_LAYOUT, packed), (KV4_DECODE, packed)]
+        asked += [(KV4_LAYOUT, packed), (KV4_DECODE, packed), (KV4_STEP, packed)]
     rows = []
     for kernel, traits in asked:
         chosen = kernel.choose(device, **traits).backend

@@ -12,8 +12,9 @@ from models.cache.shape import BLOCK, CacheShape
 from models.config import ModelConfig
 from quant.w8a8 import dense_dtype, int8_head
 
-# Sequences with unpacked blocks and windows of their own: kept for later, running, its fork, on their way to disk.
-SNAPSHOTS = 13
+# Sequences with unpacked blocks and windows of their own: kept for later, running, its fork, on their way to disk,
+# decoding.
+SNAPSHOTS = 14
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.attention_decode import Packed
 from kernels.attention_decode.ref import stretches
-from kernels.kv4_pack import KV4_LAYOUT, native
+from kernels.kv4_pack import KV4_LAYOUT, fragment, native
 from models.cache import history
 from models.cache.shape import BLOCK, CacheShape
 from models.errors import PoolExhausted
@@ -183,3 +183,15 @@ class BlockPool:
         if self.shape.bits == 16:
             return [(self._keys, 1), (self._values, 1)]
         return [(self._keys, 1), (self._values, 2), (self._scales, 1)]
+
+    def pack_full(self, keys: Tensor, values: Tensor, table: Tensor, full: Tensor) -> None:
+        """Packs the newest block of a sequence's retrieval heads if it is full: keys, values [heads, 2 BLOCK, d].
+
+        full: int32 [1] on the device, the block's place in `table`, below 0 for none.
+        """
+        if self.layout is fragment:
+            packed = self._keys, self._values, self._scales
+            share = kv4.step_share(self.shape.head_dim, self.shape.bits)
+            fragment.pack_full((keys, values), packed, table, full, share)
+        elif (place := int(full)) >= 0:
+            self.write(slice(None), [int(table[place])], keys[:, BLOCK:], values[:, BLOCK:])

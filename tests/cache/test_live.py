@@ -1,0 +1,76 @@
+"""The cache whose length lives on the device, step by step beside the plain one, on the CPU with the reference step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.attention_decode import Clock
+from models.cache.duo import DuoCache
+from models.cache.live import LiveCache, clock_at
+from models.cache.pool import BlockPool
+from models.cache.shape import BLOCK, CacheShape
+
+SHAPE = CacheShape((2, 0, 1), (1, 3, 2), 2, 64, 8, 40, 4, torch.float16, torch.float32)
+
+
+def _token(heads: int) -> tuple[torch.Tensor, ...]:
+    return torch.randn(3, 1, 2 * heads, 64), torch.randn(3, 1, heads, 64), torch.randn(3, 1, heads, 64)
+
+
+def _step(cache, q, k, v):
+    position = int(cache.begin(1))
+    out = torch.stack([cache.attend(i, q[i], k[i], v[i]) for i in range(3)])
+    cache.commit()
+    return position, out
+
+
+@pytest.mark.parametrize("start", [0, 1, 47, 127, 300, 383])
+def test_equals_the_plain_cache_through_full_blocks_and_a_token_taken_back(poisoned, start):
+    pool = BlockPool(SHAPE, 16, torch.device("cpu"))
+    pool.release(pool.allocate(3)[1:2])  # so that a sequence's blocks are no run
+    plain, live = DuoCache(pool), LiveCache(pool)
+    if start:
+        plain.begin(start)
+        for i in range(3):
+            plain.attend(i, *(torch.randn(start, n, 64) for n in (6, 3, 3)))
+        plain.commit()
+    other = plain.fork()
+    live.take(other)
+    for n in range(start, start + 150):
+        token = _token(3)
+        other.reserve(n + 1)
+        live.list_blocks(other.reserved)
+        at, got = _step(live, *token)
+        assert at == n
+        torch.testing.assert_close(got, _step(plain, *token)[1], rtol=1e-2, atol=1e-2)
+    # One more, which is taken back: what follows must not notice.
+    other.reserve(start + 151)
+    live.list_blocks(other.reserved)
+    _step(live, *_token(3))
+    live.give(other, start + 150)
+    for _ in range(2):
+        token = _token(3)
+        torch.testing.assert_close(_step(other, *token)[1], _step(plain, *token)[1], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("position", "clock"),
+    [
+        (0, Clock(1, 0, 0, 1, 0, -1)),
+        (7, Clock(8, 0, 7, 8, 7, -1)),
+        (8, Clock(9, 0, 8, 9, 8, -1)),
+        (47, Clock(48, 0, 47, 48, 47, -1)),
+        (48, Clock(49, 0, 48, 48, 8, -1)),
+        (127, Clock(128, 0, 127, 48, 47, -1)),
+        (128, Clock(129, 0, 128, 48, 8, -1)),
+        (255, Clock(256, 0, 255, 48, 15, 0)),
+        (256, Clock(129, 1, 128, 48, 16, -1)),
+        (4_194_303, Clock(256, 32_766, 255, 48, 23, 32_766)),
+    ],
+)
+def test_the_clock(position, clock):
+    got = clock_at(torch.tensor([position]), SHAPE)
+    assert got.dtype == torch.int32
+    assert Clock(*got.tolist()) == clock
+    assert BLOCK == 128
