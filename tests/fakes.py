@@ -78,6 +78,9 @@ class FakeSlot:
         self.ids.extend(chunk_ids)
         self.runner.read += len(chunk_ids)
 
+    def settle(self, least: int) -> int:
+        return least if self.runner.behind else self.length
+
     def answer(self, sampling: SamplingParams, room: int | None) -> Generator[int]:
         sampler = Sampler(sampling)
         for number in count(1) if room is None else range(1, room + 1):
@@ -120,6 +123,7 @@ class FakeRunner:
     kept: dict[str, tuple[int, ...]] = field(default_factory=dict)
     open_slots: int = 0
     starts: int = 0
+    behind: bool = False  # as a device that has read no more than what is waited for
     read: int = 0
 
     def find_evidence_heads(self, prompt: list[int], questions: list[Question]) -> None:

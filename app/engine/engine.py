@@ -40,6 +40,8 @@ from models.evidence import Looked, Question
 
 log = logging.getLogger(__name__)
 
+_SLOW_S = 2.0  # a chunk beside which the host's own milliseconds are nothing
+
 
 class Slot(Protocol):
     """One request's place in the cache: `cached` tokens were reused, `length` tokens are committed."""
@@ -49,6 +51,7 @@ class Slot(Protocol):
     @property
     def length(self) -> int: ...
     def prefill(self, chunk_ids: Sequence[int]) -> None: ...
+    def settle(self, least: int) -> int: ...
     def answer(self, sampling: SamplingParams, room: int | None) -> Generator[int]: ...
     def watch(self) -> None: ...
     def looked(self) -> Looked | None: ...
@@ -59,8 +62,10 @@ class Slot(Protocol):
 class Runner(Protocol):
     """What the engine drives; only its worker thread calls `start` and the slots.
 
-    A started slot always leaves at least the prompt's last token to prefill, which gives the first logits. Its answer
-    gives `room` tokens at most; a token is in the cache once the next one was asked for.
+    A prefill may return before the device has read its chunk: `settle(least)` waits until the device has read
+    `least` tokens and tells how many it has. A started slot always leaves at least the prompt's last token to
+    prefill, which gives the first logits. Its answer gives `room` tokens at most; a token is in the cache once the
+    next one was asked for.
     """
 
     @property
@@ -326,17 +331,23 @@ class _Answer:
         prompt, slot = self._job.request.prompt_ids, self._slot
         total, cached = len(prompt), slot.cached
         self._job.events.put(Progress(cached, total, cached, 0.0, cost.seconds(cached, total) or 0.0))
+        done, before, seconds = cached, time.perf_counter(), 0.0
         for start in range(cached, total, chunk):
             if self._job.cancelled:
                 return False
             end = min(start + chunk, total)
-            before = time.perf_counter()
             slot.prefill(prompt[start:end])
-            seconds = time.perf_counter() - before
-            cost.observe(start, end, seconds)
-            self._read, self._read_s = end - cached, self._read_s + seconds
-            rate = (end - start) / max(seconds, 1e-9)
-            self._job.events.put(Progress(end, total, cached, rate, cost.seconds(end, total) or 0.0))
+            # The device may still read this chunk while the host makes the next one ready. Where chunks are slow that
+            # gains nothing, and Stop would take two of them.
+            now = slot.settle(end if seconds > _SLOW_S or end == total else start)
+            if now > done:
+                seconds = time.perf_counter() - before
+                before += seconds
+                cost.observe(done, now, seconds)
+                self._read, self._read_s = now - cached, self._read_s + seconds
+                rate = (now - done) / max(seconds, 1e-9)
+                self._job.events.put(Progress(now, total, cached, rate, cost.seconds(now, total) or 0.0))
+                done = now
         return True
 
     def write(self) -> FinishReason:

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from itertools import count
 from pathlib import Path
@@ -61,6 +62,8 @@ class Slot:
         self.cached = cache.length
         self._ids: list[int] = prompt[: cache.length].tolist()
         self._early: tuple[list[int], SequenceCache] | None = None
+        self._running: deque[tuple[int, torch.cuda.Event]] = deque()  # lengths that the device is on its way to
+        self._settled = cache.length
         self._watch: Watch | None = None
 
     @property
@@ -96,6 +99,13 @@ class Slot:
         if time.monotonic() - self._saved_at > CHECKPOINT_S and self.length < len(self._prompt):
             self._save()
 
+    def settle(self, least: int) -> int:
+        """Waits until the device has read the first `least` tokens; how many it has read."""
+        while self._running and (self._running[0][0] <= least or self._running[0][1].query()):
+            self._settled, event = self._running.popleft()
+            event.synchronize()
+        return self._settled if self._running else self.length
+
     def answer(self, sampling: SamplingParams, room: int | None) -> Generator[int]:
         """The answer's tokens, `room` at most; a token is in the cache once the next one was asked for."""
         sampler, runner, cache = Sampler(sampling), self._runner, self._cache
@@ -127,8 +137,10 @@ class Slot:
         try:
             hidden = runner.decoder.forward(torch.tensor(ids, dtype=torch.int64), self._cache)
             self._logits = runner.decoder.logits(hidden[-1:])[0]
-            if self._logits.is_cuda:
-                torch.cuda.synchronize(self._logits.device)  # the time of a chunk is told, not that of its launch
+            if self._logits.is_cuda and len(ids) > 1:
+                event = torch.cuda.Event(blocking=True)
+                event.record()
+                self._running.append((self.length, event))
         except torch.OutOfMemoryError:
             # What was kept for later holds memory of its own: without it a request of a fitting size works again.
             while runner.prefixes.drop_oldest():

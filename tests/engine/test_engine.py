@@ -361,6 +361,13 @@ def test_cancelling_at_any_moment_ends_every_answer(make: Make) -> None:
     assert fake(engine).open_slots == 0
 
 
+def test_progress_is_what_the_device_has_read(make: Make) -> None:
+    engine = make(behind=True)
+    events = list(engine.submit(request("x" * 50)))
+    assert [event.done for event in events if isinstance(event, Progress)] == [0, 16, 32, 50]
+    assert isinstance(events[-1], Done)
+
+
 def test_time_left_follows_a_cost_that_grows_with_depth() -> None:
     cost = CostModel()
     assert cost.seconds(0, 10) is None
