@@ -35,7 +35,7 @@ That is all that the text says about it."""
 
 @dataclass
 class Script:
-    """How a scripted model behaves: seconds to load, for a chunk, for a token; `steps` counts device work."""
+    """How a scripted model behaves: seconds to load, for a chunk, for a token; `steps` counts device work, `chunks` of it reading."""
 
     load_s: float = 0.0
     chunk_s: float = 0.05
@@ -48,6 +48,7 @@ class Script:
     fail_load: Exception | None = None
     fail_decode: Exception | None = None
     steps: int = 0
+    chunks: int = 0
     tokenizer: Tokenizer = field(default_factory=lambda: Tokenizer(embedded_model_path()))
 
     def open(self, settings: Settings, progress: Callable[[str, float], None]) -> OpenModel:
@@ -121,6 +122,7 @@ class ScriptedSlot:
 
     def prefill(self, chunk_ids: Sequence[int]) -> torch.Tensor:
         self._work(self.runner.script.chunk_s, chunk_ids)
+        self.runner.script.chunks += 1
         return self._next()
 
     def decode(self, token_id: int) -> torch.Tensor:
