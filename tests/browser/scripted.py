@@ -35,7 +35,7 @@ That is all that the text says about it."""
 
 @dataclass
 class Script:
-    """A scripted model: seconds to load, for a chunk, for a token; `steps` counts device work, `chunks` what was read."""
+    """A scripted model: seconds to load, for a chunk, for a token; `steps` counts device work, `chunks` reads."""
 
     load_s: float = 0.0
     chunk_s: float = 0.05
