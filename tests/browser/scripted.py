@@ -84,6 +84,9 @@ class ScriptedRunner:
     def chunk(self) -> int:
         return self.script.chunk
 
+    def find_evidence_heads(self, prompt: list[int], questions: Any) -> None:
+        pass
+
     def start(self, prompt_ids: Sequence[int], chat_id: str | None, marks: Any = (), tell: Any = None) -> ScriptedSlot:
         kept = self.kept.get(chat_id or "", [])
         same = next((at for at, (a, b) in enumerate(zip(kept, prompt_ids, strict=False)) if a != b), len(kept))
@@ -119,6 +122,12 @@ class ScriptedSlot:
     @property
     def length(self) -> int:
         return len(self.ids)
+
+    def watch(self) -> None:
+        pass
+
+    def looked(self) -> None:
+        return None
 
     def prefill(self, chunk_ids: Sequence[int]) -> torch.Tensor:
         self._work(self.runner.script.chunk_s, chunk_ids)
