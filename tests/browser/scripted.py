@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from app.config import Settings
 from app.embedded import embedded_model_path
-from app.engine.types import Memory
+from app.engine.types import Memory, SamplingParams
 from app.model import OpenModel
 from app.tokenizer import Tokenizer
 
@@ -117,7 +115,7 @@ class ScriptedSlot:
         script = runner.script
         words = re.findall(r"code word is (\w+)", script.tokenizer.decode(prompt))
         text = script.answer.replace("{word}", words[-1] if words else "unknown")
-        self.answer = [*script.tokenizer.encode_text(text), *sorted(script.tokenizer.eos_ids)[:1]]
+        self.tokens = [*script.tokenizer.encode_text(text), *sorted(script.tokenizer.eos_ids)[:1]]
 
     @property
     def length(self) -> int:
@@ -129,17 +127,16 @@ class ScriptedSlot:
     def looked(self) -> None:
         return None
 
-    def prefill(self, chunk_ids: Sequence[int]) -> torch.Tensor:
+    def prefill(self, chunk_ids: Sequence[int]) -> None:
         self._work(self.runner.script.chunk_s, chunk_ids)
         self.runner.script.chunks += 1
-        return self._next()
 
-    def decode(self, token_id: int) -> torch.Tensor:
-        if self.runner.script.fail_decode is not None:
-            raise self.runner.script.fail_decode
-        self._work(self.runner.script.token_s, [token_id])
-        self.answer.pop(0)
-        return self._next()
+    def answer(self, sampling: SamplingParams, room: int | None) -> Generator[int]:
+        for token in self.tokens[:room]:
+            if self.runner.script.fail_decode is not None:
+                raise self.runner.script.fail_decode
+            yield token
+            self._work(self.runner.script.token_s, [token])
 
     def publish(self, chat_id: str) -> None:
         self.runner.kept[chat_id] = self.ids
@@ -151,8 +148,3 @@ class ScriptedSlot:
         time.sleep(seconds)
         self.runner.script.steps += 1
         self.ids += ids
-
-    def _next(self) -> torch.Tensor:
-        logits = torch.zeros(self.runner.script.tokenizer.vocab_size)
-        logits[self.answer[0]] = 1.0
-        return logits
