@@ -88,7 +88,7 @@ def _bars(rates: dict[tuple[int, int], float], worst: float, limit: float) -> li
 
 def _step_bars(steps: dict[str, Any], limit: float) -> list[Bar]:
     ms = steps["ms"]
-    slope, intercept = np.polyfit(list(ms), list(ms.values()), 1)
+    slope, intercept = (float(x) for x in np.polyfit(list(ms), list(ms.values()), 1))
     rate = steps["bytes_a_token"] / slope / 1e9
     dense, expanded = steps["dense_ms"], steps["expanded_ms"]
     steps["line"] = {"ms_at_0": round(intercept, 3), "tb_s": round(rate, 3)}
