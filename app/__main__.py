@@ -117,7 +117,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     from app.cli_eval import add_kinds
 
-    add_kinds(commands.add_parser("eval", help="measure a model, or what settings cost"), _running_flags)
+    add_kinds(commands.add_parser("eval", help="measure a model, or what settings cost"), _model_flags, _running_flags)
 
     doctor = commands.add_parser(
         "doctor",

@@ -164,7 +164,7 @@ class Chat:
 
     def fork(self, turn_id: str) -> Chat:
         """A chat of its own that goes on from this turn."""
-        twin = Chat(self.system, title=self.title, ids_of=self.ids_of, head=turn_id)
+        twin = Chat(self.system, title=f"{self.title}, branch", ids_of=self.ids_of, head=turn_id)
         twin.tree = {turn.id: turn for turn in self.path(turn_id)}
         return twin
 

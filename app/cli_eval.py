@@ -7,9 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from app.config import Settings
+from app.evaluation.commands import CONTEXT_KINDS, add_context_kinds
+
+_AddFlags = Callable[[argparse.ArgumentParser], None]
 
 
-def add_kinds(parser: argparse.ArgumentParser, running_flags: Callable[[argparse.ArgumentParser], None]) -> None:
+def add_kinds(parser: argparse.ArgumentParser, model_flags: _AddFlags, running_flags: _AddFlags) -> None:
     """The flags of every kind; nothing is loaded for them."""
     kinds: Any = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
     quality = kinds.add_parser(
@@ -34,10 +37,13 @@ def add_kinds(parser: argparse.ArgumentParser, running_flags: Callable[[argparse
     quality.add_argument("--json", action="store_true", help="print one JSON object")
     quality.add_argument("--debug", action="store_true", default=None, help=argparse.SUPPRESS)
     running_flags(quality)
+    add_context_kinds(kinds, model_flags, running_flags)
 
 
 def evaluate(settings: Settings, args: argparse.Namespace) -> int:
     """Run one kind; its exit code."""
-    from app.evaluation.report import quality
+    if args.kind == "quality":
+        from app.evaluation.report import quality
 
-    return quality(settings, args)
+        return quality(settings, args)
+    return CONTEXT_KINDS[args.kind](settings, args)

@@ -54,8 +54,9 @@ def make_needles(count: int, random_: random.Random) -> list[Needle]:
 
 @dataclass(frozen=True)
 class Haystack:
-    """Token ids of a long text, and the places in it where a sentence has ended."""
+    """A long text, its token ids, and the places among them where a sentence has ended."""
 
+    text: str
     ids: Sequence[int]
     breaks: Sequence[int]
 
@@ -67,7 +68,7 @@ class Haystack:
         breaks = [at + 1 for at, end in enumerate(ends) if end]
         if not breaks:
             raise UsageError("The haystack has no sentence that ends; give text with full stops.")
-        return cls(ids, breaks)
+        return cls(text, ids, breaks)
 
     def take(self, count: int, start: int = 0) -> list[int]:
         """`count` ids from `start` on, from the beginning again where the text ends."""

@@ -8,35 +8,43 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from app.chat import Chat
+from app.chat import Chat, Selection, Turn
 from app.engine.engine import Generation
-from app.engine.types import Done, Event, Failed, Progress, Queued, Token
+from app.engine.types import Done, Event, Failed, Opening, Progress, Queued, SamplingParams, Token
 from app.errors import describe
 from app.service import ChatService
-from app.ui.attachment import Attachment
 
 log = logging.getLogger("octavo.ui")
 
-Phase = Literal["starting", "loading", "queued", "reading", "answering", "done"]
+Phase = Literal["starting", "loading", "queued", "opening", "reading", "answering", "done"]
 
 
 class Answer:
-    """One turn, and where it stands.
+    """The answer to one turn, and where it stands.
 
     A thread of its own takes the engine's events, so that a page that is slow or gone never holds the engine. The page
-    looks at `version` as often as it likes and shows the newest state. `carried` are documents of an answer before that
-    was stopped and may not have been read to the end.
+    looks at `version` as often as it likes and shows the newest state. `sources` are the documents to read for it; with
+    `resumed` it goes on where it was cut, and `text` begins with what is there.
     """
 
-    def __init__(self, question: str, attachments: Sequence[Attachment], carried: Sequence[Attachment] = ()) -> None:
-        self.question = question
-        self.attachments = tuple(attachments)
-        self.carried = tuple(carried)
+    def __init__(
+        self,
+        turn: Turn,
+        sources: Sequence[Selection],
+        sampling: SamplingParams | None = None,
+        resumed: bool = False,
+    ) -> None:
+        self.turn_id = turn.id
+        self.sources = tuple(sources)
+        self._turn = turn
+        self._sampling = sampling
+        self._resumed = resumed
         self.phase: Phase = "starting"
         self.place = 0
+        self.opening: Opening | None = None
         self.progress: Progress | None = None
         self.progress_at = 0.0
-        self.text = ""
+        self.text = turn.answer if resumed else ""
         self.tokens = 0
         self.began_at = 0.0
         self.done: Done | None = None
@@ -74,10 +82,6 @@ class Answer:
         """Whether it was asked to stop."""
         return self._stop.is_set()
 
-    @property
-    def documents(self) -> tuple[Attachment, ...]:
-        return self.carried + self.attachments
-
     def start(self, service: ChatService, chat: Chat, after: Answer | None, ended: Callable[[Answer], None]) -> None:
         """Begin in the background, once `after` has ended and the model is there; `ended` is called last."""
         threading.Thread(target=self._run, args=(service, chat, after, ended), name="answer", daemon=True).start()
@@ -105,7 +109,10 @@ class Answer:
             if self._stop.is_set():
                 return
             self._enter("starting")
-            generation = service.ask(chat, self.question, [attachment.source for attachment in self.documents])
+            if self._resumed:
+                generation = service.resume(chat, self.turn_id, self._sampling)
+            else:
+                generation = service.ask(chat, self._turn.question, self.sources, self._sampling, self._turn)
             with self._lock:
                 self._generation = generation
                 if self._stop.is_set():
@@ -117,11 +124,21 @@ class Answer:
         finally:
             if self.error is not None and describe(self.error)[1] >= 500:
                 log.error("An answer failed", exc_info=self.error)
+            self._note_end(chat)
             ended(self)
             with self._lock:
                 self.finished.set()
                 self.phase = "done"
                 self.version += 1
+
+    def _note_end(self, chat: Chat) -> None:
+        """What the chat says of a turn that ended without a word."""
+        turn = chat.tree[self.turn_id]
+        if self.error is not None:
+            reason = turn.finish_reason if turn.answered else "failed"
+            chat.update(turn.id, finish_reason=reason, error=describe(self.error)[0])
+        elif not turn.answered:
+            chat.update(turn.id, finish_reason="cancelled")
 
     def _enter(self, phase: Phase) -> None:
         if self.phase != phase:
@@ -132,6 +149,8 @@ class Answer:
         match event:
             case Queued(place):
                 self.phase, self.place = "queued", place
+            case Opening():
+                self.phase, self.opening = "opening", event
             case Progress():
                 self.phase, self.progress, self.progress_at = "reading", event, time.monotonic()
             case Token(text):
@@ -142,7 +161,7 @@ class Answer:
                 self.text += text
             case Done():
                 self.done = event
-                self.text = event.text
+                self.text = self._turn.answer * self._resumed + event.text
             case Failed():
                 self.error = event.error
         self.version += 1

@@ -21,6 +21,11 @@ class Attachment:
     first: int = 1
     last: int = 1
 
+    @classmethod
+    def of(cls, source: Selection) -> Attachment:
+        """A document that is there already."""
+        return cls(source.document.name, document=source.document, first=source.first_page, last=source.last_page)
+
     @property
     def whole(self) -> bool:
         return self.document is not None and (self.first, self.last) == (1, len(self.document.pages))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -11,9 +12,9 @@ from typing import Any
 
 import gradio as gr
 
-from app.errors import NotReady, OctavoError, describe
+from app.errors import NotReady, OctavoError, UsageError, describe
 from app.service import ChatService, PlanView
-from app.ui import views
+from app.ui import sidebar, views
 from app.ui.answer import Answer
 from app.ui.attachment import Attachment
 from app.ui.session import Loading, Session, Sessions
@@ -26,6 +27,7 @@ UPDATE_S = 0.1
 CHARS_FOR_DOUBLE_TIME = 8_000
 COUNTDOWN_S = 0.5
 STATUS_S = 1.0
+SECRET_CHARS = 24  # of a browser's secret; a shorter one is not from here
 
 # Properties of the question box: which button it shows.
 IDLE: dict[str, Any] = {"submit_btn": "Ask", "stop_btn": False}
@@ -40,12 +42,16 @@ class Parts:
 
     session: gr.State
     tab: gr.Textbox
+    browser: gr.Textbox
     welcome: gr.HTML
     chat: gr.Chatbot
+    turns: gr.HTML
     strip: gr.HTML
     shelf: gr.HTML
     question: gr.Textbox
     status: gr.HTML
+    chats: gr.HTML
+    library: gr.HTML
 
     @property
     def all(self) -> list[Any]:
@@ -62,21 +68,31 @@ class Handlers:
         self.parts = parts
         self.sessions = Sessions(service)
 
-    async def opened(self, token: str, request: gr.Request) -> AsyncIterator[Changes]:
+    async def opened(self, token: str, secret: str, request: gr.Request) -> AsyncIterator[Changes]:
         """A page was loaded: find its chat again or begin one, then wait for the model with it."""
         parts = self.parts
-        session = await self.sessions.open(token, request.session_hash or "")
-        yield {parts.session: session, parts.tab: session.token, **await self._everything(session)}
-        if (answer := session.running) is not None:
+        secret = secret if len(secret) >= SECRET_CHARS else secrets.token_urlsafe(SECRET_CHARS)
+        owner = self.service.library.owner(secret)
+        session = await self.sessions.open(token, owner, request.session_hash or "")
+        yield {
+            parts.session: session,
+            parts.tab: session.token,
+            parts.browser: secret,
+            **await self._everything(session),
+        }
+        if (answer := session.conversation.running) is not None:
             async for changes in self._follow(session, answer):
                 yield changes
         if not self.service.ready:
             stage = None
             while not self.service.ready and self.service.load_error is None:
-                if stage != (stage := (self.loading.stage, self.loading.share)) and session.running is None:
+                if (
+                    stage != (stage := (self.loading.stage, self.loading.share))
+                    and session.conversation.running is None
+                ):
                     yield {parts.strip: self._loading_strip()}
                 await asyncio.sleep(UPDATE_S)
-            yield await self._after_documents(session) | {parts.status: self._status(session)}
+            yield await self._after_documents(session) | self._lists(session) | {parts.status: self._status(session)}
 
     def left(self, request: gr.Request) -> None:
         """A page was closed or reloaded."""
@@ -84,54 +100,66 @@ class Handlers:
 
     async def asked(self, session: Session, question: str) -> AsyncIterator[Changes]:
         """A question was sent. What does not fit is said at once, and the question stays in its box."""
-        parts = self.parts
-        if (running := session.running) is not None and not running.stopping:
+        parts, conversation = self.parts, session.conversation
+        if (running := conversation.running) is not None and not running.stopping:
             yield {parts.strip: views.running_strip(running)}
             return
         if not question.strip():
             yield {parts.strip: await self._plan_strip(session)}
             return
-        if (unread := session.unread) is not None:
+        if (unread := conversation.unread) is not None:
             yield {parts.strip: views.wait_strip(unread)}
             return
-        try:
-            plan = await asyncio.to_thread(session.plan, question) if self.service.ready and running is None else None
-        except Exception as error:
-            yield {parts.strip: self._error(error)}
-            return
-        if plan is not None and not plan.fits:
-            yield {parts.strip: self._plan_view(session, plan)}
-            return
-        answer = session.ask(question.strip())
+        if self.service.ready and running is None and conversation.editing is None:
+            try:
+                plan = await asyncio.to_thread(conversation.plan, question)
+            except Exception as error:
+                yield {parts.strip: self._error(error)}
+                return
+            if not plan.fits:
+                yield {parts.strip: self._plan_view(session, plan)}
+                return
+        answer = await asyncio.to_thread(conversation.ask, question.strip())
+        yield {parts.question: gr.Textbox(value="", **BUSY)}
+        async for changes in self._watch(session, answer):
+            yield changes
+
+    async def _watch(self, session: Session, answer: Answer) -> AsyncIterator[Changes]:
+        """Show the chat with a new answer, and the answer as it comes."""
+        parts = self.parts
         yield {
-            parts.welcome: gr.HTML(visible=False),
-            parts.chat: gr.Chatbot(views.messages(session), visible=True),
-            parts.shelf: views.shelf(session.shelf),
+            parts.shelf: views.shelf(session.conversation.shelf),
             parts.strip: views.running_strip(answer),
-            parts.question: gr.Textbox(value="", **BUSY),
+            parts.question: gr.Textbox(**BUSY),
+            **self._conversation(session),
+            **self._lists(session),
         }
         async for changes in self._follow(session, answer):
             yield changes
 
     async def _follow(self, session: Session, answer: Answer) -> AsyncIterator[Changes]:
-        """Show an answer as it comes, until it has ended or another has taken its place."""
+        """Show an answer as it comes, until it has ended, another has taken its place, or another chat is shown."""
         parts, seen, shown, strip_at, status_at = self.parts, -1, "", 0.0, 0.0
-        while session.answers[-1:] == [answer]:
+        conversation = session.conversation
+        while session.conversation is conversation and conversation.newest is answer:
             if answer.finished.is_set():
                 yield {
-                    parts.chat: views.messages(session),
                     parts.question: gr.Textbox(**IDLE),
+                    **self._conversation(session),
                     **await self._after_documents(session),
+                    **self._lists(session),
                     parts.status: self._status(session),
                 }
                 return
             now = time.monotonic()
+            if answer.phase == "queued":
+                self.sessions.give_way()
             if answer.version != seen or now - strip_at > COUNTDOWN_S:
                 seen, strip_at = answer.version, now
                 changes: Changes = {parts.strip: views.running_strip(answer)}
                 if answer.text != shown:
                     shown = answer.text
-                    changes[parts.chat] = views.messages(session)
+                    changes[parts.chat] = views.messages(conversation)
                 if now - status_at > STATUS_S:
                     status_at = now
                     changes[parts.status] = self._status(session)
@@ -141,8 +169,8 @@ class Handlers:
     def stopped(self, session: Session) -> Changes:
         """Stop was pressed."""
         parts = self.parts
-        session.stop()
-        if (running := session.running) is None:
+        session.conversation.stop()
+        if (running := session.conversation.running) is None:
             return {parts.question: gr.Textbox(**IDLE)}
         return {
             parts.strip: views.running_strip(running),
@@ -151,18 +179,83 @@ class Handlers:
 
     async def cleared(self, session: Session) -> Changes:
         """A new chat was asked for."""
-        session.clear()
+        self.sessions.clear(session)
         return await self._everything(session)
+
+    async def acted(self, session: Session, event: gr.EventData) -> AsyncIterator[Changes]:
+        """Something was done to a chat, a turn or a document of the library."""
+        parts, conversation = self.parts, session.conversation
+        what, wanted, value = _field(event, "do"), str(_field(event, "id") or ""), str(_field(event, "value") or "")
+        on_turn = what in ("edit", "unedit", "again", "resume", "branch", "fork")
+        if on_turn and (running := conversation.running) is not None and what != "fork":
+            yield {parts.strip: views.running_strip(running)}
+            return
+        if on_turn and what != "unedit" and wanted not in conversation.chat.tree:
+            return
+        match what:
+            case "open" if await asyncio.to_thread(self.sessions.show, session, wanted):
+                yield await self._everything(session)
+                if (answer := session.conversation.running) is not None:
+                    async for changes in self._follow(session, answer):
+                        yield changes
+            case "search" | "rename" | "delete" | "pin" | "forget":
+                yield await asyncio.to_thread(self._change_lists, session, what, wanted, value)
+                if what == "delete" and conversation is not session.conversation:
+                    yield await self._everything(session)
+            case "use":
+                if await asyncio.to_thread(conversation.use, wanted):
+                    yield {parts.shelf: views.shelf(conversation.shelf)}
+                    yield await self._after_documents(session)
+                else:
+                    gone = UsageError("The text of this document is gone. Add the file again.")
+                    yield {parts.strip: views.error_strip(gone)}
+            case "fork":
+                await asyncio.to_thread(self.sessions.fork, session, wanted)
+                yield await self._everything(session)
+            case "branch":
+                conversation.chat.show(wanted)
+                await asyncio.to_thread(conversation.save)
+                yield await self._everything(session)
+            case "edit":
+                yield {parts.question: gr.Textbox(value=conversation.edit(wanted)), parts.strip: views.edit_strip()}
+            case "unedit":
+                conversation.editing = None
+                yield {parts.question: gr.Textbox(value=""), parts.strip: await self._plan_strip(session)}
+            case "again" | "resume":
+                start = conversation.ask_again if what == "again" else conversation.resume
+                async for changes in self._watch(session, await asyncio.to_thread(start, wanted)):
+                    yield changes
+
+    def _change_lists(self, session: Session, what: str, wanted: str, value: str) -> Changes:
+        owner = session.owner
+        match what:
+            case "search":
+                session.words = value
+            case "rename":
+                owner.chats.rename(wanted, value)
+                self.sessions.rename(owner, wanted)
+            case "delete":
+                self.sessions.forget(owner, wanted)
+                owner.chats.delete(wanted)
+            case "pin":
+                owner.pin(wanted, value == "true")
+            case "forget":
+                owner.remove(wanted)
+                if not self.service.library.shared(wanted, owner):
+                    self.service.forget(wanted)
+                self.service.library.sweep()
+        return self._lists(session)
 
     async def added(self, session: Session, event: gr.EventData) -> AsyncIterator[Changes]:
         """Files have arrived: read them one after another, then say what they need."""
-        parts = self.parts
+        parts, conversation = self.parts, session.conversation
         arrived = [(upload_id, Attachment(str(name)[:200])) for upload_id, name in _pairs(event)]
-        session.shelf = session.shelf + [attachment for _, attachment in arrived]
-        yield {parts.shelf: views.shelf(session.shelf)}
+        conversation.shelf = conversation.shelf + [attachment for _, attachment in arrived]
+        yield {parts.shelf: views.shelf(conversation.shelf)}
         for upload_id, attachment in arrived:
             await asyncio.to_thread(self._read, upload_id, attachment)
-            yield {parts.shelf: views.shelf(session.shelf)}
+            if session.conversation is conversation:
+                yield {parts.shelf: views.shelf(conversation.shelf)}
         yield await self._after_documents(session)
 
     def _read(self, upload_id: object, attachment: Attachment) -> None:
@@ -183,21 +276,22 @@ class Handlers:
 
     async def removed(self, session: Session, event: gr.EventData) -> Changes:
         """A document was taken off the shelf."""
-        wanted = _field(event, "id")
-        session.shelf = [attachment for attachment in session.shelf if attachment.id != wanted]
+        wanted, conversation = _field(event, "id"), session.conversation
+        conversation.shelf = [attachment for attachment in conversation.shelf if attachment.id != wanted]
         return await self._after_documents(session)
 
     async def paged(self, session: Session, event: gr.EventData) -> Changes:
         """Other pages of a document were chosen."""
-        for attachment in session.readable:
+        for attachment in session.conversation.readable:
             if attachment.id == _field(event, "id"):
                 attachment.choose(_page(event, "first", attachment.first), _page(event, "last", attachment.last))
         return await self._after_documents(session)
 
     async def suggested(self, session: Session) -> Changes:
         """The pages that should fit were accepted."""
+        conversation = session.conversation
         try:
-            suggestion = session.suggest(await asyncio.to_thread(session.plan))
+            suggestion = conversation.suggest(await asyncio.to_thread(conversation.plan))
         except OctavoError as error:
             return {self.parts.strip: self._error(error)}
         if suggestion is not None:
@@ -207,39 +301,61 @@ class Handlers:
 
     async def _after_documents(self, session: Session) -> Changes:
         """The shelf with its token counts, and the plan."""
+        parts, conversation = self.parts, session.conversation
         try:
-            await asyncio.to_thread(session.count_tokens)
+            await asyncio.to_thread(conversation.count_tokens)
         except Exception as error:
-            return {self.parts.shelf: views.shelf(session.shelf), self.parts.strip: self._error(error)}
-        return {self.parts.strip: await self._plan_strip(session), self.parts.shelf: views.shelf(session.shelf)}
+            return {parts.shelf: views.shelf(conversation.shelf), parts.strip: self._error(error)}
+        return {parts.strip: await self._plan_strip(session), parts.shelf: views.shelf(conversation.shelf)}
 
     async def _everything(self, session: Session) -> Changes:
         parts = self.parts
-        busy = session.running is not None
+        busy = session.conversation.running is not None
         return {
-            parts.welcome: gr.HTML(visible=not session.answers),
-            parts.chat: gr.Chatbot(views.messages(session), visible=bool(session.answers)),
             parts.question: gr.Textbox(**(BUSY if busy else IDLE)),
             parts.status: self._status(session),
+            **self._conversation(session),
             **await self._after_documents(session),
+            **self._lists(session),
         }
 
+    def _conversation(self, session: Session) -> Changes:
+        parts, conversation = self.parts, session.conversation
+        asked = bool(conversation.chat.tree)
+        return {
+            parts.welcome: gr.HTML(visible=not asked),
+            parts.chat: gr.Chatbot(views.messages(conversation), visible=asked),
+            parts.turns: views.turns(conversation),
+        }
+
+    def _lists(self, session: Session) -> Changes:
+        """The panel with chats and library."""
+        parts, owner, service = self.parts, session.owner, self.service
+        running = self.sessions.running(owner)
+        chats = sidebar.chats(owner.chats.find(session.words), session.conversation.chat.id, running, session.words)
+        held, quota = service.saved_bytes(), service.saved_quota
+        library = sidebar.library(owner.documents(), service.saved_bytes, held, quota, views.size)
+        return {parts.chats: chats, parts.library: library}
+
     async def _plan_strip(self, session: Session) -> str:
-        if (running := session.running) is not None:
+        conversation = session.conversation
+        if (running := conversation.running) is not None:
             return views.running_strip(running)
         if self.service.load_error is not None:
             return views.error_strip(self.service.load_error, "The model could not be loaded. ")
         if not self.service.ready:
             return self._loading_strip()
-        if not session.readable:
-            return views.idle_strip(bool(session.answers))
+        if conversation.editing is not None:
+            return views.edit_strip()
+        if not conversation.readable:
+            return views.idle_strip(bool(conversation.chat.tree))
         try:
-            return self._plan_view(session, await asyncio.to_thread(session.plan))
+            return self._plan_view(session, await asyncio.to_thread(conversation.plan))
         except Exception as error:
             return self._error(error)
 
     def _plan_view(self, session: Session, plan: PlanView) -> str:
-        suggestion = session.suggest(plan)
+        suggestion = session.conversation.suggest(plan)
         return views.plan_strip(plan, suggestion[1:] if suggestion is not None else None)
 
     def _error(self, error: BaseException) -> str:
@@ -253,7 +369,7 @@ class Handlers:
         return views.loading_strip(self.loading.stage, self.loading.share)
 
     def _status(self, session: Session) -> str:
-        return views.status(self.service.status(session.chat) if self.service.ready else None)
+        return views.status(self.service.status(session.conversation.chat) if self.service.ready else None)
 
 
 def _field(event: gr.EventData, name: str) -> Any:

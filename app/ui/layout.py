@@ -9,7 +9,7 @@ import gradio as gr
 from fastapi import FastAPI
 
 from app.service import ChatService
-from app.ui import views
+from app.ui import sidebar, views
 from app.ui.handlers import IDLE, Handlers, Parts
 from app.ui.session import Loading
 from app.ui.theme import theme
@@ -26,13 +26,18 @@ _FORMULAS: list[dict[str, str | bool]] = [
 def build_page(service: ChatService, loading: Loading, uploads: Uploads) -> gr.Blocks:
     """The Gradio page over a service."""
     with gr.Blocks(title="Octavo", analytics_enabled=False, fill_height=True) as page:
-        tab = gr.Textbox(visible=False)
+        tab, browser = gr.Textbox(visible=False), gr.Textbox(visible=False)
         header = gr.HTML(
             views.header(uploads.max_bytes),
             elem_id="oc-header",
             apply_default_css=False,
             js_on_load=(_HERE / "page.js").read_text(encoding="utf-8"),
         )
+        with gr.Column(elem_id="oc-side"):
+            gr.HTML(sidebar.FRAME, elem_id="oc-side-frame", apply_default_css=False)
+            chats = gr.HTML("", elem_id="oc-chats", apply_default_css=False)
+            library = gr.HTML("", elem_id="oc-library", apply_default_css=False)
+        turns = gr.HTML("", elem_id="oc-turns", apply_default_css=False)
         welcome = gr.HTML(views.WELCOME, elem_id="oc-welcome", apply_default_css=False)
         chat = gr.Chatbot(
             elem_id="oc-chat",
@@ -64,7 +69,7 @@ def build_page(service: ChatService, loading: Loading, uploads: Uploads) -> gr.B
                     )
             status = gr.HTML(views.status(None), elem_id="oc-status", apply_default_css=False)
         session = gr.State()
-        parts = Parts(session, tab, welcome, chat, strip, shelf, question, status)
+        parts = Parts(session, tab, browser, welcome, chat, turns, strip, shelf, question, status, chats, library)
         _connect(page, header, Handlers(service, loading, uploads, parts), parts)
     return page.queue(default_concurrency_limit=None, api_open=False)
 
@@ -77,8 +82,11 @@ def _connect(page: gr.Blocks, header: gr.HTML, handlers: Handlers, parts: Parts)
         quiet = {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}
         return quiet | {"outputs": parts.all} | more
 
-    page.load(handlers.opened, [parts.tab], js="() => sessionStorage.getItem('octavo') || ''", **on())
+    # The tab finds its place again by one secret; chats and library belong to another, which all tabs share.
+    known = "() => [sessionStorage.getItem('octavo') || '', localStorage.getItem('octavo-browser') || '']"
+    page.load(handlers.opened, [parts.tab, parts.browser], js=known, **on())
     parts.tab.change(None, [parts.tab], None, js="token => { sessionStorage.setItem('octavo', token); }")
+    parts.browser.change(None, [parts.browser], None, js="key => { localStorage.setItem('octavo-browser', key); }")
     page.unload(handlers.left)
     parts.question.submit(handlers.asked, [session, parts.question], **on(trigger_mode="multiple"))
     parts.question.stop(handlers.stopped, [session], **on(queue=False, trigger_mode="multiple"))
@@ -87,6 +95,7 @@ def _connect(page: gr.Blocks, header: gr.HTML, handlers: Handlers, parts: Parts)
     header.removed(handlers.removed, [session], **on(trigger_mode="multiple"))
     header.paged(handlers.paged, [session], **on(trigger_mode="always_last"))
     header.suggested(handlers.suggested, [session], **on())
+    header.acted(handlers.acted, [session], **on(trigger_mode="multiple"))
 
 
 def mount_page(app: FastAPI, service: ChatService, loading: Loading, uploads: Uploads) -> FastAPI:

@@ -1,5 +1,5 @@
 // Runs once, as the script of the header. What the page's own buttons, drops and pastes ask for is
-// reported with trigger() under the names 'fresh', 'added', 'removed', 'paged' and 'suggested'.
+// reported with trigger() under the names 'fresh', 'added', 'removed', 'paged', 'suggested' and 'acted'.
 
 const PASTE_LIMIT = 4000; // characters; longer pastes become a document
 
@@ -134,12 +134,154 @@ const actions = {
     localStorage.setItem("octavo-theme", dark ? "dark" : "light");
   },
   suggest: () => trigger("suggested"),
-  remove: (button) => trigger("removed", { id: button.closest("[data-id]").dataset.id }),
+  remove: (button) => trigger("removed", { id: idOf(button) }),
+  side: () => side(document.body.dataset.side === "closed", true),
+  open: (button) => {
+    act("open", idOf(button));
+    if (narrow.matches) side(false);
+  },
+  use: (button) => {
+    act("use", idOf(button));
+    if (narrow.matches) side(false);
+  },
+  rename: (button) => rename(button.closest(".oc-item")),
+  export: (button) => save(button.closest(".oc-item"), button.dataset.kind),
+  delete: (button) => confirm("Delete this chat?") && act("delete", idOf(button)),
+  pin: (button) => act("pin", idOf(button), button.dataset.pinned === "true" ? "false" : "true"),
+  forget: (button) => {
+    const name = button.closest(".oc-item").querySelector(".oc-open span").textContent;
+    const kept = button.dataset.pinned === "true" ? " You asked to keep it whatever the quota." : "";
+    if (confirm(`Remove ${name} from the library?${kept}`)) act("forget", idOf(button));
+  },
+  unedit: () => act("unedit"),
+  turn: (button) => {
+    act(button.dataset.act, button.dataset.turn);
+    if (button.dataset.act === "edit") box()?.focus();
+  },
 };
+
+function act(what, id = "", value = "") {
+  trigger("acted", { do: what, id, value });
+}
+
+const idOf = (part) => part.closest("[data-id]").dataset.id;
+
+// ---- the panel with chats and library: beside the conversation where there is room, else over it
+const narrow = matchMedia("(max-width: 70rem)");
+
+function side(open, remember = false) {
+  document.body.dataset.side = !open ? "closed" : narrow.matches ? "over" : "beside";
+  if (remember && !narrow.matches) localStorage.setItem("octavo-side", open ? "open" : "closed");
+  const panel = find("#oc-side");
+  if (panel) panel.inert = !open;
+}
+side(!narrow.matches && localStorage.getItem("octavo-side") !== "closed");
+narrow.addEventListener("change", () => side(!narrow.matches && localStorage.getItem("octavo-side") !== "closed"));
+
+function rename(item) {
+  const field = document.createElement("input");
+  field.className = "oc-search";
+  field.setAttribute("aria-label", "New title");
+  field.value = item.querySelector(".oc-open span").textContent;
+  item.replaceChildren(field);
+  field.select();
+  let done = false;
+  const end = (keep) => {
+    if (done) return;
+    done = true;
+    if (keep) act("rename", item.dataset.id, field.value);
+    else act("search", "", find("[data-search]").value); // draws the list anew
+  };
+  field.addEventListener("keydown", (event) => {
+    if (event.key === "Enter") end(true);
+    if (event.key === "Escape") end(false);
+  });
+  field.addEventListener("blur", () => end(true));
+}
+
+async function save(item, kind) {
+  const answer = await fetch(`exports/${item.dataset.id}.${kind}`, {
+    headers: { "X-Octavo-Browser": localStorage.getItem("octavo-browser") || "" },
+  });
+  if (!answer.ok) return;
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(await answer.blob());
+  link.download = `${item.querySelector(".oc-open span").textContent.replace(/[^\p{L}\p{N} .-]/gu, "_")}.${kind}`;
+  link.click();
+  URL.revokeObjectURL(link.href);
+}
+
+let searching = 0;
+addEventListener("input", (event) => {
+  if (!event.target.matches?.("[data-search]")) return;
+  clearTimeout(searching);
+  searching = setTimeout(() => act("search", "", event.target.value), 200);
+});
+
+// ---- buttons at each question and answer. They stand outside the messages, where no answer can put any of its own.
+const icons = {
+  edit: "M4 16l1-4 8.500-8.500 3 3L8 15z",
+  again: "M15.500 8A6 6 0 1 0 16 11.500M16 4v4h-4",
+  fork: "M6 4v12M6 10c6 0 8-1 8-6",
+  resume: "M6 4.500v11l9-5.500z",
+  before: "M12 5l-5 5 5 5",
+  after: "M8 5l5 5-5 5",
+};
+
+function tool(what, label, turn) {
+  const button = document.createElement("button");
+  button.type = "button";
+  button.className = "oc-tool";
+  button.setAttribute("aria-label", label);
+  button.title = label;
+  Object.assign(button.dataset, { do: "turn", act: what === "before" || what === "after" ? "branch" : what, turn });
+  button.innerHTML = `<svg viewBox="0 0 20 20" aria-hidden="true"><path d="${icons[what]}" fill="none"
+    stroke="currentColor" stroke-width="1.5" stroke-linejoin="round" stroke-linecap="round"/></svg>`;
+  return button;
+}
+
+function toolbar(turn, number, last) {
+  const bar = document.createElement("div");
+  bar.className = "oc-tools";
+  if (turn.of > 1) {
+    const branches = document.createElement("span");
+    branches.className = "oc-branches";
+    const before = tool("before", `Earlier version of question ${number}`, turn.before);
+    const after = tool("after", `Later version of question ${number}`, turn.after);
+    before.disabled = !turn.before;
+    after.disabled = !turn.after;
+    branches.append(before, `${turn.at} / ${turn.of}`, after);
+    bar.append(branches);
+  }
+  bar.append(tool("edit", `Edit question ${number}`, turn.id), tool("again", `Answer question ${number} again`, turn.id));
+  bar.append(tool("fork", `Go on from answer ${number} in a new chat`, turn.id));
+  if (turn.resume && last) {
+    const go = tool("resume", `Continue answer ${number}`, turn.id);
+    go.append("Continue");
+    bar.append(go);
+  }
+  return bar;
+}
+
+// The chat component draws its rows when it likes: whatever row lacks its buttons gets them.
+let drawn = "";
+function decorate() {
+  const facts = find("#oc-turns [data-turns]")?.dataset.turns || "[]";
+  if (facts !== drawn) for (const bar of document.querySelectorAll("#oc-chat .oc-tools")) bar.remove();
+  drawn = facts;
+  const turns = JSON.parse(facts);
+  document.querySelectorAll("#oc-chat .bot-row").forEach((row, at) => {
+    const next = row.nextElementSibling;
+    const place = next?.matches(".message-buttons") ? next : row;
+    if (!turns[at] || turns[at].live || place.querySelector(":scope > .oc-tools")) return;
+    place.append(toolbar(turns[at], at + 1, at === turns.length - 1));
+  });
+}
+new MutationObserver(decorate).observe(document.body, { childList: true, subtree: true });
 
 addEventListener("click", (event) => {
   const button = event.target.closest?.("[data-do], [data-example]");
-  if (!button || button.closest("#oc-chat")) return; // markup in an answer presses no buttons
+  if (!button || button.closest("#oc-chat .message")) return; // markup in an answer presses no buttons
   if (button.dataset.do) actions[button.dataset.do]?.(button);
   else write(button.textContent.trim());
 });
@@ -157,7 +299,10 @@ addEventListener(
   "keydown",
   (event) => {
     if (event.isComposing) event.stopPropagation(); // Enter ends a composed word, it does not send
-    else if (event.key === "Escape") find("#oc-question .stop-button")?.click();
+    else if (event.key === "Escape") {
+      if (document.body.dataset.side === "over") side(false);
+      else (find("#oc-question .stop-button") || find("[data-do=unedit]"))?.click();
+    }
     else if (event.key === "Enter" && event.target.matches?.("[data-page]")) event.target.blur();
   },
   true,

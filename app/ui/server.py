@@ -51,6 +51,7 @@ def bind(host: str, port: int) -> socket.socket:
 def create_app(service: ChatService, settings: Settings) -> FastAPI:
     """Page, uploads and API as an ASGI app, which loads the model behind them when it is started."""
     from app.api import add_api
+    from app.ui.exports import Exports
     from app.ui.layout import mount_page
     from app.ui.session import Loading
     from app.ui.uploads import Uploads
@@ -71,6 +72,7 @@ def create_app(service: ChatService, settings: Settings) -> FastAPI:
 
     app = FastAPI(title="Octavo", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.add_route("/uploads", uploads.receive, methods=["PUT"])
+    app.add_route("/exports/{name}", Exports(service.library).send, methods=["GET"])
     add_api(app, service, settings.cache_dir / "files")
     access = Access(settings.auth, settings.api_key)
     app.add_middleware(Guard, local=is_local(settings.host), host=settings.host, access=access)

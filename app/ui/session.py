@@ -1,4 +1,4 @@
-"""What one browser tab holds: its chat, the documents that wait to be read, its questions and answers."""
+"""What one browser tab holds, and how a reload finds it again."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import secrets
 import time
 from dataclasses import dataclass
 
-from app.service import ChatService, MemoryBegins, PlanView
-from app.ui.answer import Answer
-from app.ui.attachment import Attachment
+from app.library import Owner
+from app.service import ChatService
+from app.ui.conversation import Conversation
 
-# How long the chat of a closed page can be found again by a reload.
+# How long a closed tab is remembered with what waits on its shelf; its chat is on disk.
 REMEMBER_S = 600.0
+# An answer that no page shows goes on, so that a reload or a dropped connection loses nothing; after this time it gives
+# way when somebody else waits for the engine.
+UNWATCHED_S = 15.0
 
 
 @dataclass
@@ -27,116 +30,108 @@ class Loading:
 
 
 class Session:
-    """The state of one tab. Its documents are never part of the messages that the browser shows."""
+    """The state of one tab: whose it is, and which chat it shows; `words` are what its list is searched for."""
 
-    def __init__(self, service: ChatService, page: str) -> None:
-        self.service = service
+    def __init__(self, owner: Owner, page: str, conversation: Conversation) -> None:
         self.token = secrets.token_urlsafe(24)
+        self.owner = owner
         self.page: str | None = page
         self.left_at = 0.0
-        self.chat = service.new_chat()
-        self.shelf: list[Attachment] = []
-        self.answers: list[Answer] = []
-
-    @property
-    def running(self) -> Answer | None:
-        """The answer in progress, also while it is being stopped."""
-        return self.answers[-1] if self.answers and not self.answers[-1].finished.is_set() else None
-
-    @property
-    def readable(self) -> list[Attachment]:
-        """Documents of the shelf that can be asked about."""
-        return [attachment for attachment in self.shelf if attachment.document is not None]
-
-    @property
-    def unread(self) -> Attachment | None:
-        """A document whose file is being read just now."""
-        return next((item for item in self.shelf if item.document is None and not item.error), None)
-
-    def plan(self, question: str = "") -> PlanView:
-        """What the next question would need. Raises what the service raises."""
-        return self.service.plan(self.chat, [attachment.source for attachment in self.readable], question)
-
-    @property
-    def memory_begins(self) -> MemoryBegins | None:
-        """Where the chat's memory begins, an answer in progress counted; None while nothing is forgotten."""
-        if not self.service.ready:
-            return None
-        running = self.running
-        length = running.progress.total + running.tokens if running is not None and running.progress is not None else 0
-        return self.service.memory_begins(self.chat, length)
-
-    def suggest(self, plan: PlanView) -> tuple[Attachment, int, int] | None:
-        """Pages of the largest document that should fit, judged by their share of its text; None when none would."""
-        counted = [attachment for attachment in self.readable if attachment.tokens and len(attachment.pages) > 1]
-        if plan.fits or plan.capacity is None or not counted:
-            return None
-        largest = max(counted, key=lambda attachment: attachment.tokens or 0)
-        tokens = largest.tokens or 0
-        room = tokens - (plan.prompt_tokens - plan.capacity) - plan.capacity // 16  # some room for an answer
-        pages = largest.pages
-        chars = pages[-1].end - pages[0].start
-        fitting = [page for page in pages if (page.end - pages[0].start) / chars * tokens <= room * 0.97]
-        return (largest, largest.first, fitting[-1].number) if fitting else None
-
-    def count_tokens(self) -> None:
-        """Fill in the token counts that are missing, as far as the tokenizer is there."""
-        for attachment in self.readable:
-            if attachment.tokens is None and self.service.ready:
-                attachment.tokens = self.service.count_tokens(attachment.source)
-
-    def ask(self, question: str) -> Answer:
-        """Start an answer over the shelf's documents, which move into the chat with it."""
-        previous, attachments = self.running, self.readable
-        self.shelf = []
-        answer = Answer(question, attachments, previous.documents if previous is not None else ())
-        self.answers.append(answer)
-        answer.start(self.service, self.chat, previous, self._ended)
-        return answer
-
-    def _ended(self, answer: Answer) -> None:
-        """Documents that the chat has not read, as the question was stopped or failed, wait on the shelf again."""
-        if self.answers[-1:] == [answer]:
-            unread = [document for document in answer.documents if not self.chat.has(document.source)]
-            self.shelf = unread + self.shelf
-
-    def stop(self) -> None:
-        if (answer := self.running) is not None:
-            answer.stop()
-
-    def clear(self) -> None:
-        """Stop, forget everything, begin a new chat."""
-        self.stop()
-        self.chat = self.service.new_chat()
-        self.shelf, self.answers = [], []
+        self.conversation = conversation
+        self.words = ""
 
 
 class Sessions:
-    """Sessions by the secret that a tab keeps, so that a reload finds its chat; two tabs never share one."""
+    """Sessions by the secret that a tab keeps, so that a reload finds its chat; two tabs never share one.
+
+    Chats belong to the secret of the browser, which all of its tabs share: any of them may open any of its chats.
+    """
 
     def __init__(self, service: ChatService) -> None:
         self._service = service
         self._sessions: dict[str, Session] = {}
 
-    async def open(self, token: str, page: str) -> Session:
+    async def open(self, token: str, owner: Owner, page: str) -> Session:
         """The session of a tab's secret when its page is gone, else a new one, now held by `page`."""
         session = self._sessions.get(token)
+        if session is not None and session.owner is not owner:
+            session = None
         for _ in range(10):  # A reload can be faster than the news that the old page is gone.
             if session is None or session.page is None:
                 break
             await asyncio.sleep(0.1)
         if session is None or session.page is not None:
-            session = Session(self._service, page)
+            session = Session(owner, page, Conversation(self._service, owner))
             self._sessions[session.token] = session
         session.page = page
         return session
 
+    def show(self, session: Session, chat_id: str) -> bool:
+        """Have a tab show a saved chat, with its answer if one runs; false when it is not this browser's."""
+        for other in self._sessions.values():
+            if other.owner is session.owner and other.conversation.chat.id == chat_id:
+                session.conversation = other.conversation
+                return True
+        chat = session.owner.open_chat(chat_id)
+        if chat is not None:
+            self._replace(session, Conversation(self._service, session.owner, chat))
+        return chat is not None
+
+    def clear(self, session: Session) -> None:
+        """Have a tab begin a new chat; what runs in the old one goes on."""
+        self._replace(session, Conversation(self._service, session.owner))
+
+    def fork(self, session: Session, turn_id: str) -> None:
+        """Have a tab go on from an answer in a chat of its own."""
+        chat = self._service.fork(session.conversation.chat, turn_id)
+        session.owner.save_chat(chat)
+        self._replace(session, Conversation(self._service, session.owner, chat))
+
+    def running(self, owner: Owner) -> set[str]:
+        """Ids of the chats of a browser that are answering."""
+        own = [s.conversation for s in self._sessions.values() if s.owner is owner]
+        return {conversation.chat.id for conversation in own if conversation.running is not None}
+
+    def rename(self, owner: Owner, chat_id: str) -> None:
+        """A chat has another title on disk: open ones take it over."""
+        titles = {listed.id: listed.title for listed in owner.chats.find()}
+        for session in self._sessions.values():
+            if session.owner is owner and session.conversation.chat.id == chat_id:
+                session.conversation.chat.title = titles.get(chat_id, session.conversation.chat.title)
+
+    def forget(self, owner: Owner, chat_id: str) -> None:
+        """A chat was deleted: stop it, and have the tabs that show it begin a new one."""
+        for session in list(self._sessions.values()):
+            if session.owner is owner and session.conversation.chat.id == chat_id:
+                session.conversation.deleted = True
+                session.conversation.stop()
+                session.conversation = Conversation(self._service, owner)
+
     def leave(self, page: str) -> None:
-        """The page is closed: its answer stops at the next chunk or token."""
+        """The page is closed or reloaded; its answer goes on."""
         now = time.monotonic()
         for session in list(self._sessions.values()):
             if session.page == page:
                 session.page, session.left_at = None, now
-                session.stop()
-            elif session.page is None and now - session.left_at > REMEMBER_S:
+            elif session.page is None and now - session.left_at > REMEMBER_S and session.conversation.running is None:
                 del self._sessions[session.token]
+
+    def give_way(self) -> None:
+        """Somebody waits: stop an answer that no page has shown for a while. What it has read stays read."""
+        watched = {id(session.conversation) for session in self._sessions.values() if session.page is not None}
+        now = time.monotonic()
+        for session in list(self._sessions.values()):
+            gone = session.page is None and now - session.left_at > UNWATCHED_S
+            if gone and id(session.conversation) not in watched:
+                session.conversation.stop()
+
+    def _replace(self, session: Session, conversation: Conversation) -> None:
+        """Show another chat; one that still answers is held by a session without a page."""
+        old = session.conversation
+        if old.running is not None and not any(
+            other is not session and other.conversation is old for other in self._sessions.values()
+        ):
+            ghost = Session(session.owner, "", old)
+            ghost.page, ghost.left_at = None, time.monotonic()
+            self._sessions[ghost.token] = ghost
+        session.conversation = conversation

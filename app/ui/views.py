@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html import escape
 from typing import Any
 
+from app.chat import Selection, Turn
 from app.errors import describe
 from app.service import MemoryBegins, PlanView
 from app.ui.answer import Answer
 from app.ui.attachment import Attachment
-from app.ui.session import Session
+from app.ui.conversation import Conversation
 
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+\-.!|~$>])")
 
@@ -30,7 +32,13 @@ WELCOME = """
 """
 
 _HEADER = """
-<div class="oc-brand">Octavo</div>
+<div class="oc-left">
+  <button type="button" class="oc-quiet oc-icon" data-do="side" aria-label="Chats and library" aria-controls="oc-side">
+    <svg viewBox="0 0 20 20" aria-hidden="true"><path d="M3.5 5.5h13M3.5 10h13M3.5 14.5h8" stroke="currentColor"
+      stroke-width="1.6" stroke-linecap="round"/></svg>
+  </button>
+  <div class="oc-brand">Octavo</div>
+</div>
 <nav aria-label="Page" data-max-bytes="MAX_BYTES">
   <button type="button" class="oc-quiet" data-do="fresh">New chat</button>
   <button type="button" class="oc-quiet oc-icon" data-do="theme" aria-label="Switch between light and dark">
@@ -155,6 +163,12 @@ def idle_strip(asked: bool) -> str:
     return strip("idle", "Ask on, or add another document." if asked else "No document yet.")
 
 
+def edit_strip() -> str:
+    """The next question takes the place of an earlier one."""
+    cancel = '<button type="button" class="oc-quiet" data-do="unedit">Keep the old one</button>'
+    return strip("edit", "Editing a question. What follows it stays, on a branch of its own.", action=cancel)
+
+
 def wait_strip(attachment: Attachment) -> str:
     """A question came before its document was there."""
     return strip("wait", f"{escape(attachment.name)} is still being read. Ask again in a moment.")
@@ -170,8 +184,12 @@ def plan_strip(plan: PlanView, suggestion: tuple[int, int] | None) -> str:
         return strip("toolong", escape(plan.message), action=action)
     seconds = plan.seconds_estimate
     time = f"about {duration(seconds)} to read" if seconds is not None else ""
-    new = f"{plural(plan.new_tokens, 'new token')}" if plan.new_tokens < plan.prompt_tokens else ""
-    detail = ", ".join(filter(None, (new, time)))
+    if plan.stored_tokens:
+        time = time.removesuffix(" to read")
+    unread = plan.prompt_tokens - plan.stored_tokens
+    new = f"{plural(unread, 'token')} to read" if plan.stored_tokens > 0 else ""
+    kept = "the rest is read already" if plan.stored_tokens else ""
+    detail = ", ".join(filter(None, (new, time, kept)))
     if plan.capacity is None:
         return strip("plan", f"To read: {plural(plan.prompt_tokens, 'token')}", time)
     return strip("plan", f"Fits: {plan.prompt_tokens:,} of {plan.capacity:,} tokens", detail)
@@ -186,6 +204,9 @@ def running_strip(answer: Answer) -> str:
     if answer.phase == "queued":
         ahead = "next in line" if answer.place <= 1 else f"place {answer.place} in the queue"
         return strip("queued", f"Waiting, {ahead}", share=-1)
+    if answer.phase == "opening" and (opening := answer.opening) is not None:
+        text = f"Opening what was read: {opening.done:,} of {opening.total:,} tokens"
+        return strip("opening", text, "from the library", opening.done / opening.total)
     if answer.phase == "reading" and (progress := answer.progress) is not None:
         if progress.done >= progress.total:
             return strip("answering", "Answering", share=1)
@@ -263,28 +284,43 @@ def _name(key: str) -> str:
     return key.replace("_", " ").capitalize()
 
 
-def messages(session: Session) -> list[Any]:
+def messages(conversation: Conversation) -> list[Any]:
     """The conversation for the chat component: questions as they were typed, answers as Markdown."""
     shown: list[Any] = []
-    begins, turn = session.memory_begins, 0
-    for answer in session.answers:
-        question, text = _files(answer) + plain(answer.question), _answer_text(answer)
-        if begins is not None and turn == begins.turn and _takes_part(answer):
+    begins, number = conversation.memory_begins, 0
+    for turn in conversation.chat.path(conversation.chat.head):
+        live = conversation.live(turn)
+        question, text = _files(turn) + plain(turn.question), _answer_text(turn, live)
+        takes_part = turn.answered or live is not None
+        if begins is not None and number == begins.turn and takes_part:
             if begins.in_answer:
                 text = _memory_line(begins, "this answer") + text
             else:
                 question = _memory_line(begins, "what was read here") + question
             begins = None
-        turn += _takes_part(answer)
+        number += takes_part
         shown += [_message("user", question), _message("assistant", text)]
     return shown
 
 
-def _takes_part(answer: Answer) -> bool:
-    """Whether the chat has a turn of this answer, or will have one: not when it failed or was stopped before a word."""
-    if not answer.finished.is_set():
-        return answer.error is None
-    return answer.done is not None and bool(answer.done.token_ids)
+def turns(conversation: Conversation) -> str:
+    """What the page's script needs for the buttons at each question and answer, in their order."""
+    chat, facts = conversation.chat, []
+    for turn in chat.path(chat.head):
+        ids = [other.id for other in chat.siblings(turn.id)]
+        at = ids.index(turn.id)
+        facts.append(
+            {
+                "id": turn.id,
+                "at": at + 1,
+                "of": len(ids),
+                "before": ids[at - 1] if at else "",
+                "after": ids[at + 1] if at + 1 < len(ids) else "",
+                "live": conversation.live(turn) is not None,
+                "resume": turn.answered and turn.finish_reason in ("cancelled", "length", "loop"),
+            }
+        )
+    return f'<div data-turns="{escape(json.dumps(facts))}"></div>'
 
 
 def _memory_line(begins: MemoryBegins, where: str) -> str:
@@ -299,41 +335,40 @@ def _message(role: str, text: str) -> dict[str, Any]:
     return {"role": role, "content": [{"type": "text", "text": text}]}
 
 
-def _files(answer: Answer) -> str:
-    if not answer.attachments:
+def _files(turn: Turn) -> str:
+    if not turn.sources:
         return ""
-    chips = "".join(f'<span class="oc-file">{escape(_label(attachment))}</span>' for attachment in answer.attachments)
+    chips = "".join(f'<span class="oc-file">{escape(_label(source))}</span>' for source in turn.sources)
     return f'<div class="oc-files">{chips}</div>\n\n'
 
 
-def _label(attachment: Attachment) -> str:
-    return attachment.name if attachment.whole else f"{attachment.name}, pages {attachment.first}-{attachment.last}"
+def _label(source: Selection) -> str:
+    whole = (source.first_page, source.last_page) == (1, len(source.document.pages))
+    name = source.document.name
+    return name if whole else f"{name}, pages {source.first_page}-{source.last_page}"
 
 
-def _answer_text(answer: Answer) -> str:
-    note = _note(answer)
-    if not answer.text and not note:
-        return '<span class="oc-dots" aria-label="Working"><i></i><i></i><i></i></span>'
-    if not note:
-        return answer.text
-    fence = "\n```" if answer.text.count("```") % 2 else ""  # else the note becomes part of the code
-    return f'{answer.text}{fence}\n\n<div class="{note[0]}">{escape(note[1])}</div>'
+def _answer_text(turn: Turn, live: Answer | None) -> str:
+    if live is not None:
+        return live.text or '<span class="oc-dots" aria-label="Working"><i></i><i></i><i></i></span>'
+    note = _note(turn)
+    if note is None:
+        return turn.answer
+    fence = "\n```" if turn.answer.count("```") % 2 else ""  # else the note becomes part of the code
+    return f'{turn.answer}{fence}\n\n<div class="{note[0]}">{escape(note[1])}</div>'
 
 
-def _note(answer: Answer) -> tuple[str, str] | None:
+def _note(turn: Turn) -> tuple[str, str] | None:
     """(class, text) of what is to be said below an answer that did not end by itself."""
-    if not answer.finished.is_set():
-        return None
-    if answer.error is not None:
-        return "oc-failed", describe(answer.error)[0]
-    reason = answer.done.finish_reason if answer.done is not None else "cancelled"
-    if reason == "cancelled":
-        return "oc-note", "Stopped."
-    if reason == "length":
-        return "oc-note", "Cut here: the answer reached the limit of tokens."
-    if reason == "loop":
-        return "oc-note", "Stopped here: the answer began to repeat itself."
-    return None
+    if turn.error:
+        return "oc-failed", turn.error
+    return {
+        "cancelled": ("oc-note", "Stopped."),
+        "length": ("oc-note", "Cut here: the answer reached the limit of tokens."),
+        "loop": ("oc-note", "Stopped here: the answer began to repeat itself."),
+        "interrupted": ("oc-note", "Interrupted: the program ended here. What was read is kept; try again to go on."),
+        "failed": ("oc-failed", "No answer."),
+    }.get(turn.finish_reason)
 
 
 def plain(text: str) -> str:

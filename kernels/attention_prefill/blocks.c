@@ -105,97 +105,122 @@ static inline __m512 exp2_ps(__m512 x) {
     return _mm512_scalef_ps(p, x);
 }
 
-/* What 32 rows of queries have seen so far: the maximum of their scores (base 2), the sum of weights, and of values. */
+/* What 32 rows of queries have seen so far: a reference for their scores (base 2), the sums of weights, lane by lane, and
+   of values. */
 typedef struct {
-    float most[ROWS], sum[ROWS];
+    float reference[ROWS];
+    __m512 sums[ROWS];
     float *out; /* [ROWS, d] */
 } State;
 
+enum { SLACK = 8 }; /* how far, in powers of two, scores may rise above their reference before sums are rescaled */
+
+static __attribute__((noinline)) void raise(State *state, int i, int d, float most) {
+    float less = exp2f(state->reference[i] - most);
+    state->reference[i] = most;
+    state->sums[i] = _mm512_mul_ps(state->sums[i], _mm512_set1_ps(less));
+    for (int c = 0; c < d; c += LANES) {
+        float *at = state->out + i * d + c;
+        _mm512_store_ps(at, _mm512_mul_ps(_mm512_load_ps(at), _mm512_set1_ps(less)));
+    }
+}
+
+/* Scores [width] of row i become weights in bf16. `width` is known to the compiler. */
+static inline __attribute__((always_inline)) void weigh(const float *scores, uint16_t *weights, const int width,
+                                                        State *state, int i, int d) {
+    __m512 x[BLOCK / LANES], high = _mm512_load_ps(scores);
+    x[0] = high;
+    for (int t = 1; t < width / LANES; t++) {
+        x[t] = _mm512_load_ps(scores + t * LANES);
+        high = _mm512_max_ps(high, x[t]);
+    }
+    __m512 limit = _mm512_set1_ps(state->reference[i] + SLACK);
+    if (_mm512_cmp_ps_mask(high, limit, _CMP_GT_OQ)) raise(state, i, d, _mm512_reduce_max_ps(high));
+    float reference = state->reference[i];
+    __m512 zero = _mm512_set1_ps(reference == -INFINITY ? 0.f : reference), sum = state->sums[i];
+    for (int t = 0; t < width / LANES; t += 2) {
+        __m512 a = exp2_ps(_mm512_sub_ps(x[t], zero)), b = exp2_ps(_mm512_sub_ps(x[t + 1], zero));
+        sum = _mm512_add_ps(sum, _mm512_add_ps(a, b));
+        _mm512_store_si512(weights + t * LANES, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+    }
+    state->sums[i] = sum;
+}
+
+/* Scores of 32 queries with keys t .. t + 31. */
+static inline void score(const uint16_t *q, const uint32_t *keys, int d, int t, float *scores) {
+    const uint32_t *at = keys + t / 16 * (d / 32) * WORDS;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int c = 0; c < d / 32; c++) {
+        _tile_loadd(4, q + c * 32, d * 2);
+        _tile_loadd(6, at + c * WORDS, 64);
+        _tile_loadd(7, at + (d / 32 + c) * WORDS, 64);
+        _tile_loadd(5, q + 16 * d + c * 32, d * 2);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, scores + t, BLOCK * 4);
+    _tile_stored(1, scores + t + 16, BLOCK * 4);
+    _tile_stored(2, scores + 16 * BLOCK + t, BLOCK * 4);
+    _tile_stored(3, scores + 16 * BLOCK + t + 16, BLOCK * 4);
+}
+
+/* Adds channels c .. c + 31 of the weighted values of `width` keys to out [32, d]. */
+static inline void add_values(const uint16_t *weights, const uint32_t *values, int d, int c, int width, float *out) {
+    out += c;
+    _tile_loadd(0, out, d * 4);
+    _tile_loadd(1, out + 16, d * 4);
+    _tile_loadd(2, out + 16 * d, d * 4);
+    _tile_loadd(3, out + 16 * d + 16, d * 4);
+    for (int t = 0; t < width; t += 32) {
+        const uint32_t *at = values + (t / 32 * (d / 16) + c / 16) * WORDS;
+        _tile_loadd(4, weights + t, BLOCK * 2);
+        _tile_loadd(6, at, 64);
+        _tile_loadd(7, at + WORDS, 64);
+        _tile_loadd(5, weights + 16 * BLOCK + t, BLOCK * 2);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, out, d * 4);
+    _tile_stored(1, out + 16, d * 4);
+    _tile_stored(2, out + 16 * d, d * 4);
+    _tile_stored(3, out + 16 * d + 16, d * 4);
+}
+
 /* 32 queries see `width` (a multiple of 32, at most 128) keys: row i those from first + i to last + i - 1 that lie below
    `limit`. */
-static inline void see(const uint16_t *q, const uint32_t *keys, const uint32_t *values, int d, int width, int first,
-                       int last, int limit, State *state) {
+static void see(const uint16_t *q, const uint32_t *keys, const uint32_t *values, int d, int width, int first, int last,
+                int limit, State *state) {
     float scores[ROWS * BLOCK] __attribute__((aligned(64)));
     uint16_t weights[ROWS * BLOCK] __attribute__((aligned(64)));
-    for (int t = 0; t < width; t += 32) {
-        const uint32_t *at = keys + t / 16 * (d / 32) * WORDS;
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int c = 0; c < d / 32; c++) {
-            _tile_loadd(4, q + c * 32, d * 2);
-            _tile_loadd(6, at + c * WORDS, 64);
-            _tile_loadd(7, at + (d / 32 + c) * WORDS, 64);
-            _tile_loadd(5, q + 16 * d + c * 32, d * 2);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-        _tile_stored(0, scores + t, BLOCK * 4);
-        _tile_stored(1, scores + t + 16, BLOCK * 4);
-        _tile_stored(2, scores + 16 * BLOCK + t, BLOCK * 4);
-        _tile_stored(3, scores + 16 * BLOCK + t + 16, BLOCK * 4);
-    }
+    for (int t = 0; t < width; t += 32) score(q, keys, d, t, scores);
     int whole = first + ROWS - 1 <= 0 && last >= width && limit >= width;
-    for (int i = 0; i < ROWS; i++) {
+    for (int i = 0; i < ROWS && !whole; i++) {
         float *row = scores + i * BLOCK;
-        if (!whole) {
-            __m512 none = _mm512_set1_ps(-INFINITY);
-            for (int t = 0; t < width; t += LANES) {
-                i64 from = most(first + i - t, 0), end = most(least(last + i, limit) - t, 0);
-                __mmask16 seen = lanes(end) & (from >= LANES ? 0 : (__mmask16)(0xffffu << from));
-                _mm512_store_ps(row + t, _mm512_mask_load_ps(none, seen, row + t));
-            }
+        __m512 none = _mm512_set1_ps(-INFINITY);
+        for (int t = 0; t < width; t += LANES) {
+            i64 from = most(first + i - t, 0), end = most(least(last + i, limit) - t, 0);
+            __mmask16 seen = lanes(end) & (from >= LANES ? 0 : (__mmask16)(0xffffu << from));
+            _mm512_store_ps(row + t, _mm512_mask_load_ps(none, seen, row + t));
         }
-        __m512 a = _mm512_load_ps(row), b = _mm512_load_ps(row + LANES);
-        for (int t = 32; t < width; t += 32) {
-            a = _mm512_max_ps(a, _mm512_load_ps(row + t));
-            b = _mm512_max_ps(b, _mm512_load_ps(row + t + LANES));
-        }
-        float before = state->most[i], now = fmaxf(before, _mm512_reduce_max_ps(_mm512_max_ps(a, b)));
-        if (now > before) {
-            state->most[i] = now;
-            float less = exp2f(before - now);
-            state->sum[i] *= less;
-            for (int c = 0; c < d; c += LANES)
-                _mm512_store_ps(state->out + i * d + c,
-                                _mm512_mul_ps(_mm512_load_ps(state->out + i * d + c), _mm512_set1_ps(less)));
-        }
-        __m512 top = _mm512_set1_ps(now == -INFINITY ? 0.f : now);
-        __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-        for (int t = 0; t < width; t += 32) {
-            __m512 x = exp2_ps(_mm512_sub_ps(_mm512_load_ps(row + t), top));
-            __m512 y = exp2_ps(_mm512_sub_ps(_mm512_load_ps(row + t + LANES), top));
-            sum[0] = _mm512_add_ps(sum[0], x);
-            sum[1] = _mm512_add_ps(sum[1], y);
-            _mm512_store_si512(weights + i * BLOCK + t, (__m512i)_mm512_cvtne2ps_pbh(y, x));
-        }
-        state->sum[i] += _mm512_reduce_add_ps(_mm512_add_ps(sum[0], sum[1]));
     }
-    for (int c = 0; c < d; c += 32) {
-        float *out = state->out + c;
-        _tile_loadd(0, out, d * 4);
-        _tile_loadd(1, out + 16, d * 4);
-        _tile_loadd(2, out + 16 * d, d * 4);
-        _tile_loadd(3, out + 16 * d + 16, d * 4);
-        for (int t = 0; t < width; t += 32) {
-            const uint32_t *at = values + (t / 32 * (d / 16) + c / 16) * WORDS;
-            _tile_loadd(4, weights + t, BLOCK * 2);
-            _tile_loadd(6, at, 64);
-            _tile_loadd(7, at + WORDS, 64);
-            _tile_loadd(5, weights + 16 * BLOCK + t, BLOCK * 2);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
+    for (int i = 0; i < ROWS; i++) {
+        const float *row = scores + i * BLOCK;
+        uint16_t *to = weights + i * BLOCK;
+        switch (width) {
+            case 32: weigh(row, to, 32, state, i, d); break;
+            case 64: weigh(row, to, 64, state, i, d); break;
+            case 96: weigh(row, to, 96, state, i, d); break;
+            default: weigh(row, to, 128, state, i, d);
         }
-        _tile_stored(0, out, d * 4);
-        _tile_stored(1, out + 16, d * 4);
-        _tile_stored(2, out + 16 * d, d * 4);
-        _tile_stored(3, out + 16 * d + 16, d * 4);
     }
+    for (int c = 0; c < d; c += 32) add_values(weights, values, d, c, width, state->out);
 }
 
 /* 32 rows of q [.., stride] from `row` on, scaled and in bf16; zeros for rows outside first .. last - 1. */
@@ -214,7 +239,7 @@ static void take_queries(const float *q, i64 stride, i64 row, i64 first, i64 las
 
 static void give(const State *state, float *out, i64 stride, i64 row, i64 first, i64 last, int d) {
     for (i64 i = most(row, first); i < least(row + ROWS, last); i++) {
-        __m512 whole = _mm512_set1_ps(1.f / state->sum[i - row]);
+        __m512 whole = _mm512_set1_ps(1.f / _mm512_reduce_add_ps(state->sums[i - row]));
         for (int c = 0; c < d; c += LANES)
             _mm512_storeu_ps(out + i * stride + c, _mm512_mul_ps(_mm512_load_ps(state->out + (i - row) * d + c), whole));
     }
@@ -239,7 +264,7 @@ static Room room(int group, int d) {
 }
 
 static void clear(State *state, int d) {
-    for (int i = 0; i < ROWS; i++) state->most[i] = -INFINITY, state->sum[i] = 0;
+    for (int i = 0; i < ROWS; i++) state->reference[i] = -INFINITY, state->sums[i] = _mm512_setzero_ps();
     memset(state->out, 0, ROWS * d * 4);
 }
 

@@ -25,12 +25,16 @@ def test_needles_lie_at_their_depths_and_the_length_is_right(maker: PromptMaker)
 
     needles = make_needles(3, random.Random(0))
     for start in (0, 5000):
-        ids = maker.document(2000, list(zip((0.9, 0.0, 0.5), needles, strict=True)), start)
-        assert len(ids) == 2000
+        ids, places = maker.document(2000, list(zip((0.9, 0.0, 0.5), needles, strict=True)), start)
+        assert len(ids) == places[-1] == 2000
+        assert maker.tokenizer.decode(ids[places[0] :]).startswith(needles[1].sentence)
         text = maker.tokenizer.decode(ids)
         at = [text.index(needle.sentence) / len(text) for needle in needles]
         assert at == pytest.approx([0.9, 0.0, 0.5], abs=0.05)
-    assert abs(len(maker.prompt(1000, [(0.5, needles[0])], needles[0].question, 0)) - 1000) < 10
+    ids, (place, end) = maker.prompt_at(1000, [(0.5, needles[0])], needles[0].question, 0)
+    assert abs(len(ids) - 1000) < 10
+    assert maker.tokenizer.decode(ids[place:end]).startswith(needles[0].sentence)
+    assert maker.tokenizer.decode(ids[end:]).startswith("\n\nAnswer")
 
 
 def test_the_samples_end_in_what_is_scored(maker: PromptMaker) -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from app.config import Settings
 from app.embedded import embedded_model_path
-from app.engine.types import Memory
+from app.engine.types import Memory, SamplingParams
 from app.model import OpenModel
 from app.tokenizer import Tokenizer
 
@@ -35,7 +33,7 @@ That is all that the text says about it."""
 
 @dataclass
 class Script:
-    """How a scripted model behaves: seconds to load, for a chunk, for a token; `steps` counts device work."""
+    """A scripted model: seconds to load, for a chunk, for a token; `steps` counts device work, `chunks` reads."""
 
     load_s: float = 0.0
     chunk_s: float = 0.05
@@ -48,6 +46,7 @@ class Script:
     fail_load: Exception | None = None
     fail_decode: Exception | None = None
     steps: int = 0
+    chunks: int = 0
     tokenizer: Tokenizer = field(default_factory=lambda: Tokenizer(embedded_model_path()))
 
     def open(self, settings: Settings, progress: Callable[[str, float], None]) -> OpenModel:
@@ -83,6 +82,9 @@ class ScriptedRunner:
     def chunk(self) -> int:
         return self.script.chunk
 
+    def find_evidence_heads(self, prompt: list[int], questions: Any) -> None:
+        pass
+
     def start(self, prompt_ids: Sequence[int], chat_id: str | None, marks: Any = (), tell: Any = None) -> ScriptedSlot:
         kept = self.kept.get(chat_id or "", [])
         same = next((at for at, (a, b) in enumerate(zip(kept, prompt_ids, strict=False)) if a != b), len(kept))
@@ -113,22 +115,28 @@ class ScriptedSlot:
         script = runner.script
         words = re.findall(r"code word is (\w+)", script.tokenizer.decode(prompt))
         text = script.answer.replace("{word}", words[-1] if words else "unknown")
-        self.answer = [*script.tokenizer.encode_text(text), *sorted(script.tokenizer.eos_ids)[:1]]
+        self.tokens = [*script.tokenizer.encode_text(text), *sorted(script.tokenizer.eos_ids)[:1]]
 
     @property
     def length(self) -> int:
         return len(self.ids)
 
-    def prefill(self, chunk_ids: Sequence[int]) -> torch.Tensor:
-        self._work(self.runner.script.chunk_s, chunk_ids)
-        return self._next()
+    def watch(self) -> None:
+        pass
 
-    def decode(self, token_id: int) -> torch.Tensor:
-        if self.runner.script.fail_decode is not None:
-            raise self.runner.script.fail_decode
-        self._work(self.runner.script.token_s, [token_id])
-        self.answer.pop(0)
-        return self._next()
+    def looked(self) -> None:
+        return None
+
+    def prefill(self, chunk_ids: Sequence[int]) -> None:
+        self._work(self.runner.script.chunk_s, chunk_ids)
+        self.runner.script.chunks += 1
+
+    def answer(self, sampling: SamplingParams, room: int | None) -> Generator[int]:
+        for token in self.tokens[:room]:
+            if self.runner.script.fail_decode is not None:
+                raise self.runner.script.fail_decode
+            yield token
+            self._work(self.runner.script.token_s, [token])
 
     def publish(self, chat_id: str) -> None:
         self.runner.kept[chat_id] = self.ids
@@ -140,8 +148,3 @@ class ScriptedSlot:
         time.sleep(seconds)
         self.runner.script.steps += 1
         self.ids += ids
-
-    def _next(self) -> torch.Tensor:
-        logits = torch.zeros(self.runner.script.tokenizer.vocab_size)
-        logits[self.answer[0]] = 1.0
-        return logits

@@ -17,7 +17,7 @@ from app.engine import runner as runner_module
 from app.engine.runner import build_runner
 from app.engine.sizing import resolve_shape
 from app.engine.snapshots import LEAST_TOKENS, SnapshotStore
-from app.engine.types import Mark
+from app.engine.types import Mark, SamplingParams
 from models.build import load_decoder
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
@@ -59,12 +59,9 @@ def _ask(runner, prompt, marks=(), steps=6, chat="a"):
     """(tokens that were not read again, greedy answer)"""
     told = []
     slot = runner.start(prompt, chat, marks, told.append)
-    logits, ids = None, []
     while slot.length < len(prompt):
-        logits = slot.prefill(prompt[slot.length : slot.length + runner.chunk])
-    for _ in range(steps):
-        ids.append(int(logits.argmax()))
-        logits = slot.decode(ids[-1])
+        slot.prefill(prompt[slot.length : slot.length + runner.chunk])
+    ids = list(slot.answer(SamplingParams(), steps))
     slot.publish(chat)
     assert all(0 < tokens <= slot.cached for tokens in told)
     return slot.cached, ids

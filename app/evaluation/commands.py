@@ -1,0 +1,155 @@
+"""`eval needle`, `eval ruler` and `eval longbench`: how well a model uses a long context, at any setting."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from app.config import Settings
+from app.errors import UsageError
+
+
+def add_context_kinds(kinds: Any, *common_flags: Callable[[ArgumentParser], None]) -> None:
+    """The flags of every kind; nothing is loaded for them."""
+    needle = kinds.add_parser(
+        "needle",
+        help="facts at every depth of texts of every length",
+        description="Plant pass codes in long texts and ask for them: accuracy by length and depth, as JSON and PNG.",
+    )
+    needle.add_argument("--depths", type=int, default=10, metavar="N", help="depths, evenly spread (default 10)")
+    needle.add_argument("--trials", type=int, default=1, metavar="N", help="questions a cell (default 1)")
+    needle.add_argument("--multi", action="store_true", help="a needle at every depth of one text, each asked for")
+    ruler = kinds.add_parser(
+        "ruler",
+        help="many keys, many values, variables, common words",
+        description="Tasks in RULER's shapes, generated here: the share of what was asked for that was named.",
+    )
+    ruler.add_argument("--task", action="append", metavar="NAME", help="only this one; may be repeated")
+    ruler.add_argument("--samples", type=int, default=10, metavar="N", help="of each task and length (default 10)")
+    for kind in (needle, ruler):
+        kind.add_argument(
+            "--length", type=int, action="append", metavar="N", help="tokens of a prompt; may be repeated"
+        )
+        kind.add_argument(
+            "--haystack", type=Path, metavar="PATH", help="text, or a directory (default: Python's manual)"
+        )
+        kind.add_argument("--seed", type=int, default=0, metavar="S", help="default 0")
+    longbench = kinds.add_parser(
+        "longbench",
+        help="LongBench's tasks from files on disk",
+        description="LongBench's English and code tasks, from its jsonl files, with its metrics.",
+    )
+    longbench.add_argument(
+        "--data", type=Path, required=True, metavar="PATH", help="directory of NAME.jsonl, or a file"
+    )
+    longbench.add_argument("--task", action="append", metavar="NAME", help="only this one; may be repeated")
+    longbench.add_argument("--most", type=int, metavar="N", help="items of each task (default: all)")
+    for kind in (needle, ruler, longbench):
+        kind.add_argument(
+            "--out", type=Path, required=True, metavar="DIR", help="for results; a stopped run goes on there"
+        )
+        for add in common_flags:
+            add(kind)
+
+
+def _needle(settings: Settings, args: Namespace) -> int:
+    import numpy as np
+
+    from app.evaluation.haystack import Haystack, read_haystack
+    from app.evaluation.needle import Grid, heat_map, needle
+
+    text = read_haystack(args.haystack)
+    with _examiner(settings) as examiner:
+        lengths = tuple(args.length or [n for n in (1024, 2048, 4096, 7500) if n + 64 < examiner.capacity])
+        grid = Grid(lengths, args.depths, args.trials, args.multi, args.seed)
+        head = {"lengths": lengths, "depths": args.depths, "trials": args.trials, "multi": args.multi}
+        journal = _journal(examiner, args, head)
+        result = needle(examiner, Haystack.of(text, examiner.tokenizer), grid, journal, _progress)
+        result |= {"settings": examiner.settings}
+    heat_map(np.array(result["hits"]), lengths, result["depths"], args.out / "needle.png")
+    for length, hits in zip(lengths, result["hits"], strict=True):
+        print(f"{length:>9,} tokens  " + " ".join(f"{hit:5.0%}" for hit in hits))
+    print(f"found: {result['accuracy']:.1%}")
+    return _write(args, result)
+
+
+def _ruler(settings: Settings, args: Namespace) -> int:
+    from app.evaluation.haystack import Haystack, read_haystack
+    from app.evaluation.passkeys import PromptMaker
+    from app.evaluation.ruler import TASKS, ruler
+
+    if args.samples < 1:
+        raise UsageError(f"--samples is {args.samples}; it must be 1 or more.")
+    text = read_haystack(args.haystack)
+    with _examiner(settings) as examiner:
+        maker = PromptMaker(examiner.tokenizer, Haystack.of(text, examiner.tokenizer))
+        tasks, lengths = args.task or list(TASKS), args.length or [4096]
+        journal = _journal(examiner, args, {"samples": args.samples})
+        scores = ruler(examiner, maker, tasks, lengths, args.samples, args.seed, journal, _progress)
+        result = {"scores": scores, "settings": examiner.settings}
+    for task, row in scores.items():
+        print(f"{task:<14}" + "".join(f"{int(length):>9,}: {score:6.1%}" for length, score in row.items()))
+    return _write(args, result)
+
+
+def _longbench(settings: Settings, args: Namespace) -> int:
+    from app.evaluation.longbench import longbench, read_items
+
+    items = list(read_items(args.data, args.task or [], args.most))
+    with _examiner(settings) as examiner:
+        journal = _journal(examiner, args, {})
+        result = {"scores": longbench(examiner, items, journal, _progress), "settings": examiner.settings}
+    for task, score in result["scores"].items():
+        print(f"{task:<22}{score:6.2f}")
+    return _write(args, result)
+
+
+CONTEXT_KINDS: dict[str, Callable[[Settings, Namespace], int]] = {
+    "needle": _needle,
+    "ruler": _ruler,
+    "longbench": _longbench,
+}
+
+
+@contextmanager
+def _examiner(settings: Settings) -> Iterator[Any]:
+    from app.evaluation.examiner import Examiner
+    from app.model import open_model
+
+    examiner = Examiner(open_model(replace(settings, library_quota=0.0), lambda stage, done: None))
+    try:
+        yield examiner
+    finally:
+        examiner.close()
+
+
+def _journal(examiner: Any, args: Namespace, more: dict[str, Any]) -> Any:
+    from app.evaluation.examiner import Journal
+
+    head = {
+        "kind": args.kind,
+        "model": examiner.name,
+        "seed": getattr(args, "seed", 0),
+        "settings": examiner.settings,
+        **more,
+    }
+    for name in ("haystack", "data"):
+        if (path := getattr(args, name, None)) is not None:
+            head[name] = str(path)
+    return Journal(args.out / f"{args.kind}.jsonl", head)
+
+
+def _write(args: Namespace, result: dict[str, Any]) -> int:
+    (args.out / f"{args.kind}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"{args.out / args.kind}.json")
+    return 0
+
+
+def _progress(done: int, total: int) -> None:
+    print(f"\r{done} of {total}", end="" if done < total else "\n", file=sys.stderr, flush=True)

@@ -1,0 +1,78 @@
+"""Asks a model many questions, through the engine as in use, and remembers what was answered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from app.engine.detokenize import Detokenizer
+from app.engine.engine import Engine
+from app.engine.stats import CostModel
+from app.engine.types import GenerationRequest, Mark, SamplingParams
+from app.errors import UsageError
+from app.model import OpenModel
+from app.prompt import PromptBuilder
+
+
+class Examiner:
+    """One model for many prompts; greedy answers.
+
+    Prompts that begin the same are read once up to there: whoever is asked first names the place, and every later one
+    starts from a fork of the cache. Windows are exact in prefill as everywhere, since it is the engine that reads.
+    """
+
+    def __init__(self, model: OpenModel) -> None:
+        self.name = model.name
+        self.tokenizer = model.tokenizer
+        self.prompts = PromptBuilder(model.tokenizer)
+        self.settings = model.runner.describe()
+        self.capacity = model.runner.capacity or 1 << 40
+        self.read_tokens = 0  # really read, without what was forked
+        self._stop_ids = model.eos_ids | model.tokenizer.eos_ids | self.prompts.end_ids
+        self._engine = Engine(
+            model.runner, lambda stop: Detokenizer(model.tokenizer, stop), CostModel(model.quadratic_cost)
+        )
+
+    def ask(self, ids: Sequence[int], most: int, shared: int = 0) -> str:
+        """The answer to a prompt, of at most `most` tokens; its first `shared` tokens are kept for later prompts."""
+        marks = (Mark(shared, ""),) if shared else ()
+        request = GenerationRequest(tuple(ids), SamplingParams(max_new_tokens=most), self._stop_ids, None, marks)
+        done = self._engine.submit(request).result()
+        self.read_tokens += done.usage.prompt_tokens - done.usage.cached_tokens
+        return done.text
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self._engine.close()
+
+
+class Journal:
+    """Results as they come, one JSON object a line, so that an evaluation which was stopped goes on where it was.
+
+    `head` says what was evaluated; a file of another evaluation is refused.
+    """
+
+    def __init__(self, file: Path, head: dict[str, Any]) -> None:
+        self._file = file
+        self.rows: dict[str, dict[str, Any]] = {}
+        head = json.loads(json.dumps(head))
+        lines = file.read_text(encoding="utf-8").split("\n") if file.exists() else []
+        whole = [json.loads(line) for line in lines[:-1]]  # what follows the last newline was cut off
+        if whole and whole[0] != head:
+            differ = sorted(name for name in head | whole[0] if head.get(name) != whole[0].get(name))
+            raise UsageError(f"{file} is of another evaluation: {', '.join(differ)} differ. Give another --out.")
+        self.rows = {row["key"]: row for row in whole[1:]}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        kept = "".join(line + "\n" for line in lines[:-1]) if whole else json.dumps(head) + "\n"
+        file.write_text(kept, encoding="utf-8")
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.rows
+
+    def add(self, key: str, **row: Any) -> None:
+        """Keep one result."""
+        self.rows[key] = {"key": key, **row}
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(self.rows[key]) + "\n")

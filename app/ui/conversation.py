@@ -1,0 +1,154 @@
+"""One chat that is open: its answer in progress, and the documents that wait for its next question."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from app.chat import Chat, Selection, Turn
+from app.engine.types import SamplingParams
+from app.library import Owner
+from app.service import ChatService, MemoryBegins, PlanView
+from app.ui.answer import Answer
+from app.ui.attachment import Attachment
+
+
+class Conversation:
+    """A chat and what happens in it. It lives as long as a tab shows it or an answer runs; the chat itself is on disk.
+
+    Its documents are never part of the messages that the browser shows.
+    """
+
+    def __init__(self, service: ChatService, owner: Owner, chat: Chat | None = None) -> None:
+        self.service = service
+        self.owner = owner
+        self.chat = chat or service.new_chat()
+        self.shelf: list[Attachment] = []
+        self.deleted = False
+        self.editing: str | None = None  # the turn whose question the next one replaces
+        self._answers: list[Answer] = []
+
+    @property
+    def running(self) -> Answer | None:
+        """The answer in progress, also while it is being stopped."""
+        return self._answers[-1] if self._answers and not self._answers[-1].finished.is_set() else None
+
+    @property
+    def newest(self) -> Answer | None:
+        """The last answer that was asked for here."""
+        return self._answers[-1] if self._answers else None
+
+    def live(self, turn: Turn) -> Answer | None:
+        """The answer to a turn while it is not in the chat yet."""
+        return next((a for a in self._answers if a.turn_id == turn.id and not a.finished.is_set()), None)
+
+    @property
+    def readable(self) -> list[Attachment]:
+        """Documents of the shelf that can be asked about."""
+        return [attachment for attachment in self.shelf if attachment.document is not None]
+
+    @property
+    def unread(self) -> Attachment | None:
+        """A document whose file is being read just now."""
+        return next((item for item in self.shelf if item.document is None and not item.error), None)
+
+    def plan(self, question: str = "") -> PlanView:
+        """What the next question would need. Raises what the service raises."""
+        return self.service.plan(self.chat, [attachment.source for attachment in self.readable], question)
+
+    @property
+    def memory_begins(self) -> MemoryBegins | None:
+        """Where the chat's memory begins, an answer in progress counted; None while nothing is forgotten."""
+        if not self.service.ready:
+            return None
+        running = self.running
+        length = running.progress.total + running.tokens if running is not None and running.progress is not None else 0
+        return self.service.memory_begins(self.chat, length)
+
+    def suggest(self, plan: PlanView) -> tuple[Attachment, int, int] | None:
+        """Pages of the largest document that should fit, judged by their share of its text; None when none would."""
+        counted = [attachment for attachment in self.readable if attachment.tokens and len(attachment.pages) > 1]
+        if plan.fits or plan.capacity is None or not counted:
+            return None
+        largest = max(counted, key=lambda attachment: attachment.tokens or 0)
+        tokens = largest.tokens or 0
+        room = tokens - (plan.prompt_tokens - plan.capacity) - plan.capacity // 16  # some room for an answer
+        pages = largest.pages
+        chars = pages[-1].end - pages[0].start
+        fitting = [page for page in pages if (page.end - pages[0].start) / chars * tokens <= room * 0.97]
+        return (largest, largest.first, fitting[-1].number) if fitting else None
+
+    def count_tokens(self) -> None:
+        """Fill in the token counts that are missing, as far as the tokenizer is there."""
+        for attachment in self.readable:
+            if attachment.tokens is None and self.service.ready:
+                attachment.tokens = self.service.count_tokens(attachment.source)
+
+    def use(self, label: str) -> bool:
+        """Put a document of the library on the shelf; false when its text is gone."""
+        document = self.owner.open(label)
+        if document is None:
+            return False
+        if not any(item.document is not None and item.source.label == label for item in self.shelf):
+            self.shelf = [*self.shelf, Attachment(document.name, document=document, last=len(document.pages))]
+        return True
+
+    def edit(self, turn_id: str) -> str:
+        """Have the next question take the place of a turn's; gives that turn's question."""
+        turn = self.chat.tree[turn_id]
+        self.editing = turn_id
+        return turn.question
+
+    def ask(self, question: str) -> Answer:
+        """Start an answer over the shelf's documents, which move into the chat with it."""
+        attachments, self.shelf = self.readable, []
+        sources: list[Selection] = []
+        if self.editing is not None:
+            replaced, self.editing = self.chat.tree[self.editing], None
+            self.chat.head, sources = replaced.parent, list(replaced.sources)
+        for attachment in attachments:
+            self.owner.add(attachment.source.document, attachment.tokens if attachment.whole else None)
+        return self._start(question, [*sources, *(attachment.source for attachment in attachments)])
+
+    def ask_again(self, turn_id: str) -> Answer:
+        """Answer a question another time: sampled, since the likeliest answer is there already."""
+        turn = self.chat.tree[turn_id]
+        self.chat.head = turn.parent
+        varied = SamplingParams(temperature=0.7, top_p=0.95, seed=random.getrandbits(32)) if turn.answered else None
+        return self._start(turn.question, turn.sources, varied)
+
+    def resume(self, turn_id: str) -> Answer:
+        """Go on with an answer that was stopped or cut."""
+        turn = self.chat.tree[turn_id]
+        self.chat.show(turn_id)
+        return self._run(Answer(turn, turn.sources, resumed=True))
+
+    def stop(self) -> None:
+        if (answer := self.running) is not None:
+            answer.stop()
+
+    def save(self) -> None:
+        """Write the chat to disk as it stands."""
+        if not self.deleted:
+            self.owner.save_chat(self.chat)
+
+    def _start(self, question: str, sources: Sequence[Selection], sampling: SamplingParams | None = None) -> Answer:
+        previous = self.running
+        carried = previous.sources if previous is not None else ()
+        turn = self.chat.begin(question, sources)
+        return self._run(Answer(turn, (*carried, *sources), sampling))
+
+    def _run(self, answer: Answer) -> Answer:
+        previous = self.running
+        self._answers = [a for a in self._answers if not a.finished.is_set()] + [answer]
+        self.save()
+        answer.start(self.service, self.chat, previous, self._ended)
+        return answer
+
+    def _ended(self, answer: Answer) -> None:
+        """Documents that the chat has not read, as the question was stopped or failed, wait on the shelf again."""
+        if self._answers[-1:] == [answer]:
+            here = {item.source.key for item in self.readable}
+            unread = [source for source in answer.sources if not self.chat.has(source) and source.key not in here]
+            self.shelf = [Attachment.of(source) for source in unread if source.document.pages] + self.shelf
+        self.save()

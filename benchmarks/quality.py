@@ -1,0 +1,170 @@
+"""What W8A8 and KV4 cost on the embedded model, over prose and code that ship with Python and its packages.
+
+`python -m app bench quality`: minutes on a GPU, an hour on two CPU cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import pydoc_data.topics
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from app.calibration import sample_texts, sample_windows
+from app.cli_quantize import TOKENS
+from app.config import Settings
+from app.embedded import embedded_model_path
+from app.evaluation.quality import Quality, Variant, variants
+from app.evaluation.report import table
+from app.model import choose_pattern, find_model
+from app.tokenizer import Tokenizer
+from benchmarks._report import Bar, at_most, finish
+from kernels.kv4_pack import KV4_LAYOUT
+from models.cache.pool import BlockPool
+from models.cache.shape import BLOCK, CacheShape
+from models.checkpoint import open_checkpoint
+from models.quantize import quantize_checkpoint
+from quant import formats, kv4
+
+_PACKAGES = (
+    "gradio transformers fastapi huggingface_hub pydantic numpy httpx rich tokenizers psutil requests tqdm pillow "
+    "typer pypdfium2 Jinja2 click"
+).split()
+_MODULES = (
+    "argparse asyncio/base_events ast tarfile email/message typing subprocess http/server tempfile zipfile inspect"
+).split()
+_CHARS = {
+    "manual": 145_000,
+    "descriptions": 78_000,
+    "code": 265_000,
+}  # about a quarter, a quarter, a half of the tokens
+_LENGTH = 8192
+
+
+def corpus() -> str:
+    """Python's manual, the descriptions of installed packages, and modules of the standard library."""
+    manual = "\n\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
+    described = []
+    for name in _PACKAGES:
+        try:
+            about: Any = importlib.metadata.metadata(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        described.append(str(about.get_payload() or about.get("Description") or ""))
+    library = Path(sysconfig.get_paths()["stdlib"])
+    code = "\n\n".join((library / f"{name}.py").read_text(encoding="utf-8") for name in _MODULES)
+    parts = {"manual": manual, "descriptions": "\n\n".join(described), "code": code}
+    return "\n\n".join(parts[name][:chars] for name, chars in _CHARS.items())
+
+
+def differing_codes(device: torch.device) -> int:
+    """Codes and scales that the layout on `device` stores otherwise than the reference on the CPU, of 1.6 million."""
+    wrong = 0
+    for d in (64, 128):
+        shape = CacheShape((2,), (0,), 4, d, 1, 1, 4, torch.float16, torch.float16)
+        generator = torch.Generator().manual_seed(d)
+        size = (torch.rand(2, 32 * BLOCK, 1, generator=generator) * 6).exp() * 0.01
+        x = (torch.randn(2, 2, 32 * BLOCK, d, generator=generator) * size).half()
+        pool = BlockPool(shape, 32, device)
+        ids = pool.allocate(32)
+        pool.write(slice(0, 2), ids, x[0].to(device), x[1].to(device))
+        layout = KV4_LAYOUT.choose(device, head_dim=d, group=4).backend.run
+        table = torch.tensor(ids, dtype=torch.int32, device=device)
+        stored = list(pool.packed(slice(0, 2), table).runs())
+        scales = torch.cat([run[2] for run in stored], 1).cpu()
+        unpacked = (
+            torch.cat([layout.unpack_keys(run[0], d) for run in stored], 1).cpu(),
+            torch.cat([layout.unpack_values(run[1], d) for run in stored], 1).cpu(),
+        )
+        for at, (exact, codes) in enumerate(zip(x, unpacked, strict=True)):
+            want, want_scales = kv4.quantize(exact, 4)
+            wrong += int((want != codes).sum()) + int((want_scales != scales[..., 2 * at : 2 * at + 2]).sum())
+    return wrong
+
+
+def main(argv: list[str]) -> int:
+    """Measure, print the bars and write them."""
+    parser = argparse.ArgumentParser(prog="python -m app bench quality")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="another text (default: what `corpus` collects)")
+    parser.add_argument("--write-text", type=Path, metavar="FILE", help="write the text and end")
+    parser.add_argument("--tokens", type=int, default=114_688)
+    parser.add_argument("--length", type=int, action="append", help=f"windows; bars are of the longest ({_LENGTH})")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    text = corpus() if args.text is None else args.text.read_text(encoding="utf-8")
+    if args.write_text:
+        args.write_text.write_text(text, encoding="utf-8")
+        return 0
+    started = time.monotonic()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    settings = Settings(model=str(embedded_model_path()) if Settings().model is None else Settings().model)
+    files = find_model(settings)
+    checkpoint, tokenizer = open_checkpoint(files.path), Tokenizer(files.path)
+    pattern, pattern_note = choose_pattern(files, settings)
+    ids = tokenizer.encode_text(text)[: args.tokens]
+    lengths = sorted(args.length or [_LENGTH])
+    took: dict[str, float] = {}
+
+    def lap(name: str) -> None:
+        took[name] = round(time.monotonic() - started - sum(took.values()), 2)
+        print(f"{took[name]:7.2f} s  {name}", flush=True)
+
+    bench = Quality(checkpoint, pattern, ids, lengths, device)
+    lap("bf16")
+    for variant in variants(pattern):
+        bench.measure(variant)
+        lap(variant.name)
+    with tempfile.TemporaryDirectory() as folder:
+        texts, name = sample_texts(None)
+        sample, about = sample_windows(tokenizer, texts, TOKENS, checkpoint.config.vocab_size)
+        out = Path(folder) / "out"
+        described = formats.metadata(files.name, "", {"text": name, **about}, None)
+        quantize_checkpoint(checkpoint, out, sample, described, device)
+        lap("quantize")
+        calibrated = open_checkpoint(out)
+        for variant in (
+            Variant("w8a8, calibrated", "w8a8"),
+            Variant("w8a8, calibrated + kv4", "w8a8", "kv4"),
+        ):
+            bench.measure(variant, calibrated)
+            lap(variant.name)
+    print(table(bench.scores))
+    found = {score.variant: score for score in bench.scores if score.length == lengths[-1]}
+
+    def above(name: str) -> float:
+        return 100 * found[name].above
+
+    bars: list[Bar] = [
+        at_most("W8A8 (quantize), perplexity above bf16", above("w8a8, calibrated"), "%", 0.5),
+        at_most("W8A8 (as loaded), perplexity above bf16", above("w8a8"), "%", 0.5),
+        at_most("KV4 (rotated), perplexity above bf16 KV", above("kv4"), "%", 1.0),
+        Bar(
+            "KV4 (rotated), top-1 agreement",
+            round(100 * found["kv4"].top1, 3),
+            "%",
+            ">= 95",
+            found["kv4"].top1 >= 0.95,
+        ),
+        at_most("W8A8 (quantize) + KV4, perplexity above bf16", above("w8a8, calibrated + kv4"), "%", 1.5),
+        at_most("W8A8 (as loaded) + KV4, perplexity above bf16", above("w8a8 + kv4"), "%", 1.5),
+        at_most("KV4 bits per element at head_dim 128", kv4.bytes_per_token(128, 4) * 8 / 256, "bits", 4.25),
+        at_most("codes that differ from the reference", differing_codes(device), "codes", 0),
+    ]
+    details: dict[str, Any] = {
+        "text": "Python's manual, package descriptions, standard library" if args.text is None else args.text.name,
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "tokens": len(ids) // lengths[-1] * lengths[-1],
+        "pattern": pattern_note,
+        "scores": [score.row() for score in bench.scores],
+        "heads": list(bench.head_errors.rows()),
+        "seconds": took,
+    }
+    finish("quality", argv, bars, details, args.json, torch.get_num_threads())
+    return 0 if all(bar.holds for bar in bars) else 1

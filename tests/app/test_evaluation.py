@@ -1,0 +1,221 @@
+"""Needle, RULER and LongBench on a scripted model that reads its prompt, and metrics worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from app.__main__ import main
+from app.errors import UsageError
+from app.evaluation import metrics
+from app.evaluation.examiner import Examiner, Journal
+from app.evaluation.haystack import Haystack, read_haystack
+from app.evaluation.longbench import Item, longbench, prompt_of, read_items, score
+from app.evaluation.needle import Grid, heat_map, needle
+from app.evaluation.passkeys import PromptMaker
+from app.evaluation.ruler import TASKS, found_share, ruler
+from app.model import OpenModel
+from tests.fakes import FakeRunner, FakeTokenizer
+
+TEXT = "The harbour was quiet in the morning. Nobody had seen the boat leave, and the fog hid the far shore. " * 60
+TOKENIZER = FakeTokenizer()
+
+
+def found(prompt: tuple[int, ...]) -> str:
+    """Reads the code that the question asks for; blind to what lies in the middle third."""
+    text = TOKENIZER.decode(prompt)
+    document, question = text.rsplit("Answer from the document above.", 1)
+    name = re.search(r"pass code of the (.+?)\?", question)
+    assert name is not None
+    third = len(document) // 3
+    sighted = document[:third] + " ... " + document[2 * third :]
+    code = re.search(rf"pass code of the {name[1]} is (\d+)", sighted)
+    return f"It is {code[1]}." if code else "I do not know."
+
+
+def examiner(runner: FakeRunner) -> Examiner:
+    return Examiner(OpenModel("fake", runner, TOKENIZER, frozenset(), lambda context: 0))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def haystack() -> Haystack:
+    return Haystack.of(TEXT, TOKENIZER)
+
+
+@pytest.mark.parametrize("multi", [False, True])
+def test_needle_tells_what_is_found_and_where(multi: bool, haystack: Haystack, tmp_path: Path) -> None:
+    grid = Grid((3000, 6000), depths=5, trials=2, multi=multi)
+    asked = examiner(FakeRunner(found, capacity=8000, chunk=4096))
+    result = needle(asked, haystack, grid, Journal(tmp_path / "needle.jsonl", {}))
+    asked.close()
+    assert result["hits"] == [[1, 1, 0, 1, 1]] * 2
+    assert result["accuracy"] == pytest.approx(0.8)
+    heat_map(np.array(result["hits"]), grid.lengths, result["depths"], tmp_path / "needle.png")
+    assert (tmp_path / "needle.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_stopped_evaluation_goes_on_and_another_is_refused(haystack: Haystack, tmp_path: Path) -> None:
+    file = tmp_path / "needle.jsonl"
+    grid = Grid((3000,), depths=4)
+    whole = needle(examiner(FakeRunner(found, 8000, 4096)), haystack, grid, Journal(file, {"a": 1}))
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:3]) + lines[3][:20])  # cut in the midst of a line
+    runner = FakeRunner(found, 8000, 4096)
+    assert needle(examiner(runner), haystack, grid, Journal(file, {"a": 1})) == whole
+    assert runner.starts == 2
+    assert len(file.read_text().splitlines()) == 5
+    with pytest.raises(UsageError, match="another evaluation: a differ"):
+        Journal(file, {"a": 2})
+
+
+def test_needles_share_what_they_begin_with(haystack: Haystack, tmp_path: Path) -> None:
+    marks: list[int] = []
+
+    class Noting(FakeRunner):
+        def start(self, prompt_ids, chat_id, marks_=(), tell=None):  # type: ignore[no-untyped-def]
+            (mark,) = marks_
+            assert b"is" not in bytes(i for i in prompt_ids[:2] if i < 256)
+            begins = TOKENIZER.decode(prompt_ids[: mark.position])
+            assert "pass code" not in begins
+            assert TOKENIZER.decode(prompt_ids[mark.position :]).startswith(" The pass code")
+            marks.append(mark.position)
+            return super().start(prompt_ids, chat_id)
+
+    needle(examiner(Noting(found, 8000, 4096)), haystack, Grid((3000, 6000), 4), Journal(tmp_path / "n.jsonl", {}))
+    assert marks == sorted(marks) and len(marks) == 8  # each can start from the one before
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        (Grid((100,)), "256 tokens or more"),
+        (Grid((7990,)), "the context holds 8,000"),
+        (Grid((3000,), depths=0), "1 or more"),
+        (Grid((600,), depths=10, multi=True), "fewer --depths"),
+    ],
+)
+def test_grids_that_cannot_be_asked(grid: Grid, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        grid.check(8000)
+
+
+@pytest.mark.parametrize("name", sorted(TASKS))
+def test_ruler_prompts_hold_what_they_ask_for(name: str, haystack: Haystack) -> None:
+    words = " ".join("".join(random.Random(i).choices("abcdefgh", k=6)) for i in range(400))
+    maker = PromptMaker(TOKENIZER, Haystack.of(TEXT + words + ".", TOKENIZER))
+    task = TASKS[name](maker, 6000, random.Random(3))
+    assert abs(len(task.ids) - 6000) < 400
+    document, question = TOKENIZER.decode(task.ids).rsplit("Answer from the document above.", 1)
+    for word in task.expected:
+        assert word in document and word not in question
+    assert TASKS[name](maker, 6000, random.Random(3)).ids == task.ids
+    if name == "common-words":
+        listed = re.findall(r"\d+\. (\w+)", document)
+        most = sorted(set(listed), key=lambda word: -listed.count(word))
+        assert set(most[:10]) == set(task.expected)
+        assert listed.count(most[9]) > listed.count(most[10])
+
+
+def test_ruler_scores(haystack: Haystack, tmp_path: Path) -> None:
+    assert found_share("It is 123 and 45.", ["123", "456", "45"]) == pytest.approx(2 / 3)
+    assert found_share("1234", ["123"]) == 0  # a longer number is another
+    asked = examiner(FakeRunner(found, 8000, 4096))
+    maker = PromptMaker(TOKENIZER, haystack)
+    scores = ruler(asked, maker, ["multi-key"], [3000], 6, 0, Journal(tmp_path / "r.jsonl", {}))
+    assert 0 < scores["multi-key"]["3000"] < 1
+    with pytest.raises(UsageError, match="no task x"):
+        ruler(asked, maker, ["x"], [3000], 1, 0, Journal(tmp_path / "r.jsonl", {}))
+
+
+def test_metrics_by_hand() -> None:
+    # ours: {cat, sat, on, mat}; theirs: {cat, lay, on, mat, there}; 3 in common: 2 * 3 / (4 + 5)
+    assert metrics.qa_f1("The cat sat on the mat.", "A cat lay on the mat there!") == pytest.approx(6 / 9)
+    assert metrics.qa_f1("nothing", "else") == 0
+    # longest common subsequences: (a b d) and (x); of 5 distinct words here and 6 there
+    assert metrics.rouge_l("a b c d. x", "a b d e. x y.") == pytest.approx(2 * 4 / (5 + 6))
+    assert metrics.rouge_l("", "a") == 0
+    classes = ["Food", "Food and drink", "Sport"]
+    assert metrics.classification("Food and drink", "Food and drink", classes) == 1  # "Food" lies within it
+    assert metrics.classification("Sport or Food", "Food", classes) == 0.5
+    assert metrics.classification("Sport", "Food", classes) == 0
+    assert metrics.retrieval("Paragraph 12, or 3", "Paragraph 12") == 0.5
+    assert metrics.count("There are 7.", "7") == 1
+    assert metrics.count("many", "7") == 0
+    # "return x" against "return y": 7 of 8 characters: 2 * 7 / 16 = 0.875, in whole percent
+    assert metrics.code_similarity("# first\nreturn x\nmore", "return y") == pytest.approx(0.88)
+
+
+def test_longbench_reads_its_format_and_averages(tmp_path: Path) -> None:
+    rows = [
+        {"input": "Who?", "context": "Ann came. " * 50, "answers": ["Ann", "Miss Ann"], "all_classes": None},
+        {"input": "When?", "context": "At noon. " * 50, "answers": ["noon"], "all_classes": None},
+    ]
+    (tmp_path / "hotpotqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    items = list(read_items(tmp_path, [], None))
+    assert [item.key for item in items] == ["hotpotqa 1", "hotpotqa 2"]
+    asked = examiner(FakeRunner(lambda prompt: "Ann", 2000, 4096))
+    assert longbench(asked, items, Journal(tmp_path / "out.jsonl", {})) == {"hotpotqa": 50.0}
+    assert list(read_items(tmp_path / "hotpotqa.jsonl", [], 1)) == items[:1]
+
+
+def test_what_is_too_long_loses_its_middle() -> None:
+    asked = examiner(FakeRunner(capacity=1000, chunk=4096))
+    item = Item("qasper 1", "qasper", "begin " + "middle " * 500 + "end", "What?", ["x"], [])
+    ids = prompt_of(asked, item)
+    assert len(ids) == 1000 - 128 - 1
+    text = TOKENIZER.decode(ids)
+    assert "begin middle" in text and "middle end" in text and "Question: What?" in text
+    code = Item("lcc 1", "lcc", "def f():\n", "", ["x"], [])
+    assert TOKENIZER.decode(prompt_of(asked, code)) == "def f():\n"  # continued as it is
+    with pytest.raises(UsageError, match="question alone"):
+        prompt_of(asked, Item("qasper 2", "qasper", "", "What? " * 300, ["x"], []))
+
+
+def test_first_line_and_best_reference() -> None:
+    item = Item("triviaqa 1", "triviaqa", "", "", ["no", "yes"], [])
+    assert score(item, "\nyes\nand more text that is not looked at") == 1
+    assert score(Item("trec 1", "trec", "", "", ["Sport"], ["Sport", "Food"]), "Sport") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "tasks", "message"),
+    [
+        ("qasper.jsonl", "{", [], "line 1 is not LongBench's"),
+        ("qasper.jsonl", '{"context": "a"}', [], "line 1 is not LongBench's"),
+        ("other.txt", "", [], "has none of"),
+        ("qasper.jsonl", "", ["lcc"], "has no lcc.jsonl"),
+        ("qasper.jsonl", "", ["dureader"], "dureader is not supported"),
+    ],
+)
+def test_damaged_data_is_refused(name: str, content: str, tasks: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UsageError, match=message):
+        list(read_items(tmp_path, tasks, None))
+
+
+def test_haystacks(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("Second text.")
+    (tmp_path / "a.txt").write_text("First text.")
+    assert read_haystack(tmp_path) == "First text.\n\nSecond text."
+    assert len(read_haystack(None)) > 100_000
+    with pytest.raises(UsageError, match="there is no"):
+        read_haystack(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["longbench", "--data", "/nowhere"], "there is no /nowhere"),
+        (["needle", "--haystack", "/nowhere"], "there is no /nowhere"),
+        (["ruler", "--samples", "0"], "--samples is 0"),
+    ],
+)
+def test_wrong_usage(flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", *flags, "--model", "embedded", "--out", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

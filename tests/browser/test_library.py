@@ -1,0 +1,293 @@
+"""Chats and documents that stay: reload, branches, the panel, two browsers, a restart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page
+
+from tests.browser.conftest import Site, add, ask, state, until
+from tests.browser.scripted import Script
+
+pytestmark = pytest.mark.browser
+
+Open = Callable[..., Page]
+Texts = Callable[..., Path]
+Start = Callable[..., Site]
+ANSWER = "#oc-chat .bot .prose"
+CHATS = "#oc-chats .oc-item"
+
+
+def _answers(page: Page, number: int) -> None:
+    until(lambda: page.locator("#oc-chat .bot-row").count() == number)
+
+
+def _asked(page: Page, question: str, number: int) -> None:
+    """Ask and wait for the `number`th answer's end."""
+    ask(page, question)
+    _answers(page, number)
+    state(page, "answering", "reading", "opening")
+    state(page, "idle")
+
+
+def test_a_reload_finds_the_answer_that_runs(site: Site, open_page: Open, texts: Texts) -> None:
+    page = open_page(site.url)
+    state(page, "idle")
+    add(page, texts("reload.txt", "sepia", 20))
+    state(page, "plan")
+    ask(page, "What is the code word?")
+    state(page, "reading")
+    page.reload()
+    state(page, "reading")
+    assert "What is the code word?" in page.inner_text("#oc-chat")
+    state(page, "answering")
+    page.reload()
+    state(page, "answering")
+    state(page, "idle")
+    assert page.inner_text(f"{ANSWER} strong") == "sepia"
+    page.reload()
+    page.wait_for_selector(f"{ANSWER} strong")
+    assert page.inner_text(f"{ANSWER} strong") == "sepia"
+
+
+def test_a_closed_page_loses_nothing_and_gives_way_when_somebody_waits(
+    start_site: Start, open_page: Open, texts: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.ui.session.UNWATCHED_S", 1.0)
+    site = start_site(Script(chunk_s=0.3, token_s=0.05))
+    page = open_page(site.url)
+    state(page, "idle")
+    ask(page, "First?")
+    state(page, "answering")
+    again = page.context.new_page()
+    page.close()
+    again.goto(site.url)  # another tab of the same browser
+    again.wait_for_selector(f"{CHATS} .oc-live")
+    again.click(f"{CHATS} .oc-open")
+    state(again, "answering")
+    state(again, "idle")
+    assert "That is all" in again.inner_text(ANSWER)
+
+    add(again, texts("endless.txt", "ochre", 40))
+    ask(again, "Second?")
+    state(again, "reading")
+    again.close()
+    other = open_page(site.url)
+    state(other, "idle")
+    ask(other, "Is it my turn?")
+    state(other, "queued")
+    assert "next in line" in other.inner_text("#oc-strip")
+    state(other, "answering", seconds=20)
+    state(other, "idle")
+
+
+def test_edit_again_back_and_fork(site: Site, open_page: Open, texts: Texts) -> None:
+    page = open_page(site.url)
+    state(page, "idle")
+    add(page, texts("branches.txt", "umber"))
+    state(page, "plan")
+    _asked(page, "First question?", 1)
+    _asked(page, "Second question?", 2)
+
+    page.click("[aria-label='Edit question 2']")
+    state(page, "edit")
+    assert page.input_value("#oc-question textarea") == "Second question?"
+    page.keyboard.press("Escape")
+    state(page, "idle")
+    assert page.input_value("#oc-question textarea") == ""
+    page.click("[aria-label='Edit question 2']")
+    state(page, "edit")
+    before = site.script.chunks
+    _asked(page, "Second, edited?", 2)
+    assert site.script.chunks - before == 1  # the document is not among what was read
+    assert "Second question?" not in page.inner_text("#oc-chat")
+    assert "2 / 2" in page.inner_text("#oc-chat")
+    page.click("[aria-label='Earlier version of question 2']")
+    until(lambda: "Second question?" in page.inner_text("#oc-chat"))
+    assert "1 / 2" in page.inner_text("#oc-chat")
+    page.click("[aria-label='Answer question 2 again']")
+    until(lambda: "3 / 3" in page.inner_text("#oc-chat"))
+    state(page, "idle")
+
+    page.click("[aria-label='Edit question 1']")
+    state(page, "edit")
+    _asked(page, "First, edited?", 1)
+    assert "branches.txt" in page.inner_text("#oc-chat .user")  # its document comes along
+    assert page.inner_text(f"{ANSWER} strong") == "umber"
+    page.click("[aria-label='Earlier version of question 1']")
+    _answers(page, 2)
+
+    page.click("[aria-label='Go on from answer 1 in a new chat']")
+    _answers(page, 1)
+    until(lambda: page.locator(CHATS).count() == 2)
+    _asked(page, "Elsewhere?", 2)
+    page.locator(f"{CHATS} .oc-open").nth(1).click()
+    until(lambda: "Elsewhere?" not in page.inner_text("#oc-chat"))
+    _answers(page, 2)
+
+
+def test_a_stopped_answer_is_continued(site: Site, open_page: Open) -> None:
+    page = open_page(site.url)
+    state(page, "idle")
+    ask(page, "Go on?")
+    state(page, "answering")
+    until(lambda: "code word" in page.inner_text(ANSWER))
+    page.keyboard.press("Escape")
+    state(page, "idle")
+    assert "Stopped." in page.inner_text(ANSWER)
+    begun = page.inner_text(ANSWER).split("Stopped.")[0].strip()
+    page.click("[aria-label='Continue answer 1']")
+    state(page, "answering")
+    state(page, "idle")
+    text = page.inner_text(ANSWER)
+    assert text.startswith(begun[:15])
+    assert "Stopped." not in text
+    assert page.locator("#oc-chat .bot-row").count() == 1
+
+
+def test_chats_are_searched_renamed_exported_and_deleted(
+    site: Site, open_page: Open, texts: Texts, tmp_path: Path
+) -> None:
+    page = open_page(site.url)
+    state(page, "idle")
+    add(page, texts("export.txt", "cobalt"))
+    state(page, "plan")
+    _asked(page, "What is the code word?", 1)
+    page.click("#oc-header [data-do=fresh]")
+    page.wait_for_selector(".oc-welcome")
+    _asked(page, "An unrelated matter?", 1)
+    until(lambda: page.locator(CHATS).count() == 2)
+    page.fill("[data-search]", "cobalt")
+    until(lambda: page.locator(CHATS).count() == 1)
+    assert "code word" in page.inner_text(CHATS)
+    page.fill("[data-search]", "nowhere to be found")
+    until(lambda: "No chat" in page.inner_text("#oc-chats"))
+    page.fill("[data-search]", "cobalt")
+    until(lambda: page.locator(CHATS).count() == 1)
+
+    page.hover(CHATS)
+    page.click(f"{CHATS} .oc-more summary")
+    page.screenshot(path=str(tmp_path / "panel.png"))
+    for kind in ("md", "json"):
+        with page.expect_download() as waiting:
+            page.click(f"{CHATS} [data-kind={kind}]")
+        saved = tmp_path / waiting.value.suggested_filename
+        waiting.value.save_as(saved)
+        assert saved.suffix == f".{kind}"
+        assert "cobalt" in saved.read_text(encoding="utf-8")
+    assert json.loads(saved.read_text(encoding="utf-8"))["turns"][0]["question"] == "What is the code word?"
+    page.click(f"{CHATS} [data-do=rename]")
+    page.fill(f"{CHATS} input", "Paint <b>shop</b>")
+    page.press(f"{CHATS} input", "Enter")
+    page.wait_for_selector(f"{CHATS}:has-text('Paint <b>shop</b>')")
+    page.hover(CHATS)
+    page.click(f"{CHATS} .oc-more summary")
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.click(f"{CHATS} [data-do=delete]")
+    until(lambda: "No chat" in page.inner_text("#oc-chats"))
+    page.fill("[data-search]", "")
+    until(lambda: page.locator(CHATS).count() == 1)
+
+
+def test_a_document_is_used_again_pinned_and_removed(site: Site, open_page: Open, texts: Texts) -> None:
+    page = open_page(site.url)
+    state(page, "idle")
+    add(page, texts("again.txt", "crimson"))
+    state(page, "plan")
+    _asked(page, "What is the code word?", 1)
+    page.click("#oc-header [data-do=fresh]")
+    page.wait_for_selector(".oc-welcome")
+    entry = "#oc-library .oc-item"
+    assert "again.txt" in page.inner_text(entry)
+    page.click(f"{entry} .oc-open")
+    page.wait_for_selector("#oc-shelf .oc-card:has-text('again.txt')")
+    state(page, "plan")
+    _asked(page, "What is the code word now?", 1)
+    assert page.inner_text(f"{ANSWER} strong") == "crimson"
+    page.click(f"{entry} [data-do=pin]")
+    page.wait_for_selector(f"{entry} [aria-pressed=true]")
+    told: list[str] = []
+    page.once("dialog", lambda dialog: (told.append(dialog.message), dialog.dismiss()))
+    page.click(f"{entry} [data-do=forget]")
+    until(lambda: bool(told))
+    assert "keep it" in told[0]
+    assert page.locator(entry).count() == 1
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.click(f"{entry} [data-do=forget]")
+    until(lambda: page.locator(entry).count() == 0)
+
+
+def test_another_browser_sees_nothing_of_it(site: Site, open_page: Open, texts: Texts) -> None:
+    one = open_page(site.url)
+    state(one, "idle")
+    add(one, texts("private.txt", "vermilion"))
+    state(one, "plan")
+    _asked(one, "What is my code word?", 1)
+    chat = one.get_attribute(CHATS, "data-id")
+    two = open_page(site.url)
+    state(two, "idle")
+    assert two.locator(CHATS).count() == 0
+    assert "private.txt" not in two.content()
+    assert "vermilion" not in two.content()
+    for secret in ("", two.evaluate("localStorage.getItem('octavo-browser')")):
+        answer = two.request.get(f"{site.url}/exports/{chat}.md", headers={"X-Octavo-Browser": secret})
+        assert answer.status == 404
+    two.evaluate(  # what the page's own script would send for somebody else's chat
+        "id => { const item = document.createElement('div'); item.dataset.id = id; item.innerHTML ="
+        " '<button data-do=open>x</button>'; document.body.append(item); item.firstChild.click(); }",
+        chat,
+    )
+    two.wait_for_timeout(500)
+    assert "vermilion" not in two.content()
+
+
+def test_after_a_restart_chats_are_there_and_an_interrupted_answer_says_so(
+    start_site: Start, open_page: Open, texts: Texts
+) -> None:
+    site = start_site(Script(chunk_s=0.3, token_s=0.02))
+    page = open_page(site.url)
+    state(page, "idle")
+    add(page, texts("restart.txt", "saffron"))
+    state(page, "plan")
+    _asked(page, "What is the code word?", 1)
+    ask(page, "And once more?")
+    _answers(page, 2)
+    state(page, "answering", "reading")
+    secret = page.evaluate("localStorage.getItem('octavo-browser')")
+    owner = site.service.library.owner(secret)
+    saved = owner.open_chat(owner.chats.find()[0].id)  # as the disk has it at this moment
+    assert saved is not None
+    assert [turn.finish_reason for turn in saved.path(saved.head)] == ["stop", "interrupted"]
+    state(page, "idle")
+    owner.save_chat(saved)
+
+    second = start_site(Script(chunk_s=0.05, token_s=0.002))
+    fresh = open_page(second.url)
+    fresh.evaluate("key => localStorage.setItem('octavo-browser', key)", secret)
+    fresh.reload()
+    fresh.wait_for_selector(CHATS)
+    fresh.click(f"{CHATS} .oc-open")
+    _answers(fresh, 2)
+    assert "Interrupted" in fresh.inner_text("#oc-chat")
+    fresh.click("[aria-label='Answer question 2 again']")
+    until(lambda: "2 / 2" in fresh.inner_text("#oc-chat"))
+    state(fresh, "idle")
+    assert fresh.locator(f"{ANSWER} strong").last.inner_text() == "saffron"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_panel_on_a_narrow_screen(site: Site, open_page: Open, tmp_path: Path, scheme: str) -> None:
+    page = open_page(site.url, viewport={"width": 390, "height": 844}, color_scheme=scheme, has_touch=True)
+    state(page, "idle")
+    _asked(page, "Is there a panel?", 1)
+    assert not page.is_visible("#oc-side")
+    page.click("#oc-header [data-do=side]")
+    page.wait_for_selector("#oc-side .oc-search", state="visible")
+    assert page.is_visible(f"{CHATS} .oc-more summary")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.screenshot(path=str(tmp_path / f"panel-{scheme}.png"))
+    page.keyboard.press("Escape")
+    until(lambda: not page.is_visible("#oc-side"))
