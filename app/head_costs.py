@@ -77,7 +77,7 @@ def draw(pattern: HeadPattern, mask: NDArray[np.bool_], costs: list[RatioCost], 
     image = table.imshow(pattern.scores, cmap="viridis", aspect="auto")
     rows, columns = np.nonzero(mask)
     table.scatter(columns, rows, marker="s", s=14, facecolors="none", edgecolors="red")
-    table.set(xlabel="KV head", ylabel="layer", title=f"{int(mask.sum())} of {mask.size} keep everything")
+    table.set(xlabel="KV head", ylabel="layer", title=f"{int(mask.sum())} of {mask.size}")
     table.set_xticks(range(0, heads, max(1, heads // 8)))
     figure.colorbar(image, ax=table, label="score")
     ratios, most = [cost.ratio for cost in costs], costs[-1]
