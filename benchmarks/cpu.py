@@ -1,14 +1,13 @@
 """The embedded model on the CPU beside transformers and llama.cpp: prefill, decode, KV memory, start.
 
-Everything runs in one process with the same threads and the same weights, one after the other at each length, and
-nothing is timed before the answers are checked against transformers in fp32.
+The same threads and the same weights, in turns at each length; llama.cpp in a process of its own. Nothing is timed
+before the answers are checked against transformers in fp32.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import pydoc_data.topics
 import socket
@@ -29,6 +28,7 @@ from app.config import EMBEDDED_MODEL, Settings
 from app.embedded import embedded_model_path
 from app.engine.runner import Runner, build_runner
 from app.tokenizer import Tokenizer
+from benchmarks import _llama_cpp
 from benchmarks._peer import transformers_model
 from benchmarks._report import Bar, at_least, at_most, finish
 from models.cache.duo import DuoCache
@@ -67,16 +67,23 @@ def main(argv: list[str]) -> int:
         name: _Transformers(checkpoint, dtype) for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
     }
     _check(ours, theirs["fp32"], ids)
-    llama_cpp = _llama_cpp(path, args.threads)
+    if not _llama_cpp.installed():
+        print("llama-cpp-python is not installed: no comparison with llama.cpp")
 
-    rows = []
+    rows: list[tuple[int, str, float, float, Any]] = []
     for length in LENGTHS:
         prompt = ids[:length]
         sides: dict[str, Any] = {"octavo": ours, **{f"transformers {k}": v for k, v in theirs.items()}}
-        if llama_cpp is not None:
-            sides["llama.cpp"] = llama_cpp
-        for name, side in sides.items():
-            runs = [side.run(prompt) for _ in range(REPEATS)]
+        measured: dict[str, list[tuple[float, float, int | None]]] = {name: [] for name in sides}
+        for _ in range(REPEATS):  # in turns, so that a slow minute of the machine is everybody's
+            for name, side in sides.items():
+                measured[name].append(side.run(prompt))
+        if _llama_cpp.installed():
+            try:
+                measured["llama.cpp"] = _llama_cpp.run(path, prompt, args.threads, DECODED, REPEATS)
+            except RuntimeError as error:
+                print(error)
+        for name, runs in measured.items():
             prefill, decode = (median(values) for values in zip(*(run[:2] for run in runs), strict=True))
             rows.append((length, name, prefill, decode, runs[0][2]))
             speeds = f"prefill {prefill:8.0f} tok/s  decode {1e3 / decode:7.2f} ms/token"
@@ -92,7 +99,7 @@ def _mb(size: int | None) -> str:
     return "unknown" if size is None else f"{size / 1e6:.1f} MB"
 
 
-def _bars(rows: list[tuple[int, str, float, float, int]]) -> Iterator[Bar]:
+def _bars(rows: list[tuple[int, str, float, float, Any]]) -> Iterator[Bar]:
     needed = {1024: 1.5, 4096: 1.5, 7500: 2.0}
     for length in LENGTHS:
         at = {name: rest for n, name, *rest in rows if n == length}
@@ -166,37 +173,6 @@ def _check(ours: _Ours, theirs: _Transformers, ids: list[int]) -> None:
     print(f"checked: loss {loss:.4f}, transformers fp32 {reference:.4f}; same top token {agreement:.1%}")
     if not loss < reference * 1.03 or not agreement > 0.85:
         raise Wrong(f"loss {loss:.4f} against {reference:.4f}, same top token {agreement:.1%}: no speed is reported")
-
-
-def _llama_cpp(path: Path, threads: int) -> Any:
-    """llama.cpp on the same file where llama-cpp-python is installed; its KV cache is fp16."""
-    if importlib.util.find_spec("llama_cpp") is None:
-        print("llama-cpp-python is not installed: no comparison with llama.cpp")
-        return None
-    from llama_cpp import Llama
-
-    class LlamaCpp:
-        def __init__(self) -> None:
-            options: dict[str, Any] = {
-                "n_threads": threads,
-                "n_threads_batch": threads,
-                "n_ctx": 8192,
-                "n_batch": 2048,
-                "verbose": False,
-            }
-            self.model = Llama(str(path), **options)
-
-        def run(self, prompt: list[int]) -> tuple[float, float, int | None]:
-            self.model.reset()
-            begin = time.perf_counter()
-            self.model.eval(prompt)
-            prefill = len(prompt) / (time.perf_counter() - begin)
-            begin = time.perf_counter()
-            for _ in range(DECODED):
-                self.model.eval([self.model.sample(temp=0.0)])
-            return prefill, DECODED / (time.perf_counter() - begin), None
-
-    return LlamaCpp()
 
 
 def _seconds_to_first_page() -> float:

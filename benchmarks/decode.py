@@ -1,7 +1,8 @@
-"""The decode attention kernel on packed history beside FlashInfer's bf16 decode and a device copy, on one GPU.
+"""The decode attention kernel and a whole decode step of the 8B shape beside other designs, on one GPU.
 
-Bandwidth is bytes of codes and scales over time, for graph replays that rotate through more history than the L2 holds.
-Every shape is compared with float64 on the same codes before it is timed.
+The kernel is measured beside FlashInfer's bf16 decode and a device copy: bytes of codes and scales over time, for graph
+replays that rotate through more history than the L2 holds, after a comparison with float64 on the same codes. The step
+is measured over context by _step.py, beside full bf16 attention and the design that expands its 4-bit cache.
 """
 
 from __future__ import annotations
@@ -9,18 +10,22 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from benchmarks._picture import draw
 from benchmarks._report import Bar, at_least, at_most, finish
+from benchmarks._step import EXPANDED, LONGEST, Wrong, step_figures
 from kernels.attention_decode import KV4_DECODE, Packed
 from kernels.kv4_pack import KV4_LAYOUT
 
 BLOCK, HEADS, GROUP, HEAD_DIM, EXACT = 128, 4, 4, 128, 256
-LONGEST = 4 << 20
 # (KV heads, tokens): least part of FlashInfer's bandwidth
 BARS = {
     (4, LONGEST): 0.9,
@@ -33,14 +38,11 @@ FLASHINFER = ((4, LONGEST), (4, 1 << 20), (4, 1 << 18), (8, 1 << 20))
 REPLAYS = 20
 
 
-class Wrong(Exception):
-    """A result is not what it should be, so its speed means nothing."""
-
-
 def main(argv: list[str]) -> int:
     """Runs the benchmark; exit code 1 when a bar is missed."""
     parser = argparse.ArgumentParser(prog="python -m app bench decode", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
+    parser.add_argument("--picture", type=Path, help="where to draw milliseconds a token over context")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("This benchmark needs a CUDA GPU.", file=sys.stderr)
@@ -56,15 +58,18 @@ def main(argv: list[str]) -> int:
     torch.cuda.empty_cache()
     dense, why = flashinfer_rates()
     limit = max(dense.values()) if dense else copy
-    bars = _bars(rates, worst, limit)
+    steps = step_figures(_full_attention())
+    bars = [*_bars(rates, worst, limit), *_step_bars(steps, limit)]
     details = {
         "copy_tb_s": copy,
         "limit": "FlashInfer bf16 decode" if dense else f"device copy ({why})",
         "flashinfer_tb_s": _named(dense),
         "kernel_tb_s": _named(rates),
+        "step": steps,
     }
     for name, figure in details.items():
         print(f"{name}: {figure}")
+    draw(steps, limit, args.picture)
     finish("decode", argv, bars, details, args.json, torch.get_num_threads())
     return 0 if all(bar.holds for bar in bars) else 1
 
@@ -79,6 +84,35 @@ def _bars(rates: dict[tuple[int, int], float], worst: float, limit: float) -> li
         name = f"attention kernel, {heads} KV heads, {tokens} tokens"
         bars.append(at_least(name, rates[heads, tokens] / limit, "of limit", least))
     return [*bars, at_most("error against float64", worst * 1e3, "per mille", 1.0)]
+
+
+def _step_bars(steps: dict[str, Any], limit: float) -> list[Bar]:
+    ms = steps["ms"]
+    slope, intercept = (float(x) for x in np.polyfit(list(ms), list(ms.values()), 1))
+    rate = steps["bytes_a_token"] / slope / 1e9
+    dense, expanded = steps["dense_ms"], steps["expanded_ms"]
+    steps["line"] = {"ms_at_0": round(intercept, 3), "tb_s": round(rate, 3)}
+    faster = "x faster than bf16 weights and full bf16 attention"
+    return [
+        at_least("whole step: bytes a token over its slope", rate / limit, "of limit", 0.85),
+        at_most("whole step: without context", intercept, "ms", 3.5),
+        at_most("one step at 4,194,304 tokens", ms[LONGEST], "ms", 22.0),
+        at_least(f"{faster}, 320K", dense[320 << 10] / ms[320 << 10], "x", 3.0),
+        at_least(f"{faster}, 768K", dense[768 << 10] / ms[768 << 10], "x", 4.0),
+        at_least("x faster than expanding everything, 1M", expanded[EXPANDED] / ms[EXPANDED], "x", 4.0),
+        at_most("steps that waited for the host", steps["late_steps"], "steps", 0),
+    ]
+
+
+def _full_attention() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Full bf16 attention of one token, the fastest there is: FlashInfer's, else torch's."""
+    try:
+        from flashinfer import single_decode_with_kv_cache
+    except ImportError:
+        return lambda q, k, v: F.scaled_dot_product_attention(
+            q[None, :, None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], enable_gqa=True
+        )[0, :, 0]
+    return lambda q, k, v: single_decode_with_kv_cache(q, k, v, use_tensor_cores=True)
 
 
 def seconds(run: Callable[[int], Any], variants: int, graph: bool = True) -> float:

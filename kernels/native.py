@@ -36,10 +36,12 @@ def _compiler() -> tuple[str, str]:
     """The C compiler's path and what it says of itself."""
     for name in ("gcc", "cc"):
         path = shutil.which(name)
-        if path is not None:
-            said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
-            if said.returncode == 0:
+        try:
+            if path is not None:
+                said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True)
                 return path, said.stdout
+        except (OSError, subprocess.SubprocessError):
+            continue
     raise NativeError("no C compiler (gcc) was found")
 
 

@@ -102,10 +102,13 @@ def pattern(declared: bool = True) -> HeadPattern:
 
 
 def haystack(length: int) -> list[int]:
-    """Fillers with a needle (key, value, mark) at each depth."""
+    """Fillers with a needle (key, value, mark) at each depth, the first one right behind the first token.
+
+    The first token of all has none before it and takes itself for that one, so it must not be a key.
+    """
     ids = np.random.default_rng(0).choice(np.array(FILLERS), length)
     for number, depth in enumerate(DEPTHS):
-        at = (length - 3) * depth // 100
+        at = 1 + (length - 4) * depth // 100
         ids[at : at + 3] = KEYS[number], VALUES[number], MARK
     return [int(i) for i in ids]
 
