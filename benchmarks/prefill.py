@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks._report import Bar, at_least, at_most, finish
-from benchmarks.capacity import HEADS, LLAMA_8B, Wrong, _full_cache, _random_tensors
+from benchmarks.capacity import HEADS, LLAMA_8B, Wrong, full_cache, random_tensors
 from benchmarks.decode import float64_attention, random_history, relative_error
 from kernels.attention_prefill import ROWS
 from kernels.int8_gemm import INT8_GEMM, fused, int_mm, ref
@@ -223,7 +223,7 @@ def _decoder(packed: bool) -> tuple[Decoder, CacheShape]:
     how = Build(
         mask, make, DenseLinear, lambda t: t.to(torch.bfloat16), shape.rotated, rotate_residual=packed, device=DEVICE
     )
-    decoder = build_decoder(config, _random_tensors(config, DEVICE), how)
+    decoder = build_decoder(config, random_tensors(config, DEVICE), how)
     free()
     return decoder, shape
 
@@ -304,7 +304,7 @@ def whole(million: bool) -> dict[str, Any]:
     cache = DuoCache(pool)
     first = read(decoder, cache, CHUNK)[1][0]
     cache.release()
-    cache = _full_cache(pool, WINDOW - CHUNK)
+    cache = full_cache(pool, WINDOW - CHUNK)
     last = read(decoder, cache, WINDOW)[1][0]
     expected = _predicted(found["fit"], WINDOW) - _predicted(found["fit"], WINDOW - CHUNK)
     found["window"] = {
