@@ -166,6 +166,8 @@ class _FromZero(EndlessRope):
 class _Windows:
     """In place of a cache: a chunk is many texts of KEPT tokens, each of which attends to itself and is forgotten."""
 
+    heads_dtype = torch.float32
+
     def __init__(self, shape: CacheShape, device: torch.device) -> None:
         self.shape = replace(shape, exact_dtype=shape.compute_dtype)
         choice = ATTENTION.choose(device, head_dim=shape.head_dim, dtype=shape.compute_dtype)

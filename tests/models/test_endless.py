@@ -54,6 +54,8 @@ class _NoPositions:
 class _Definition:
     """A cache that gets a whole text in one chunk, without positions, and attends as endless mode is defined."""
 
+    heads_dtype = torch.float32
+
     def __init__(self, shape, table):
         self.shape, self.length, self._table = shape, 0, table
 
