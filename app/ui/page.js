@@ -160,6 +160,8 @@ const actions = {
   },
 };
 
+actions.source = (button) => act("source", button.dataset.turn, button.dataset.value);
+
 function act(what, id = "", value = "") {
   trigger("acted", { do: what, id, value });
 }
@@ -263,11 +265,63 @@ function toolbar(turn, number, last) {
   return bar;
 }
 
+// ---- what an answer rests on: a card a passage, and its quotes with whether they are in the documents
+function part(tag, kind, text = "") {
+  const element = document.createElement(tag);
+  element.className = kind;
+  element.textContent = text;
+  return element;
+}
+
+const placeOf = (item) => `${item.name}, page ${item.page}` + (item.line ? `, line ${item.line}` : "");
+
+function evidence(turn, number) {
+  const box = part("details", "oc-evidence");
+  const passages = turn.passages.length;
+  const found = turn.quotes.filter((quote) => quote.name).length;
+  const facts = [];
+  if (passages) facts.push(`Rests on ${passages} ${passages === 1 ? "passage" : "passages"}`);
+  if (turn.quotes.length) facts.push(`${found} of ${turn.quotes.length} quotes found in the documents`);
+  const summary = part("summary", "", facts.join(" \u00b7 "));
+  summary.setAttribute("aria-label", `Evidence for answer ${number}: ${summary.textContent}`);
+  box.append(summary);
+  const cards = box.appendChild(part("ol", "oc-passages"));
+  turn.passages.forEach((passage, index) => {
+    const button = cards.appendChild(document.createElement("li")).appendChild(part("button", "oc-passage"));
+    button.type = "button";
+    Object.assign(button.dataset, { do: "source", turn: turn.id, value: String(index) });
+    const share = Math.round(100 * passage.strength);
+    const head = button.appendChild(part("span", "oc-passage-head"));
+    head.append(part("b", "", placeOf(passage)), part("span", "", `${share} %`));
+    head.title = `${share} % of what the answer looked at in the documents`;
+    const meter = button.appendChild(part("i", "oc-meter"));
+    meter.style.setProperty("--share", `${share}%`);
+    button.append(part("span", "oc-excerpt", passage.excerpt));
+  });
+  const quotes = box.appendChild(part("ul", "oc-quotes"));
+  for (const quote of turn.quotes) {
+    const item = quotes.appendChild(part("li", quote.name ? "oc-found" : "oc-missing"));
+    item.append(part("q", "", quote.text), part("span", "", quote.name ? placeOf(quote) : "not in the documents"));
+  }
+  return box;
+}
+
+function openSource() {
+  const dialog = find("#oc-source[data-fresh]");
+  if (!dialog) return;
+  delete dialog.dataset.fresh;
+  dialog.showPopover();
+  const mark = dialog.querySelector("mark");
+  if (!mark) return;
+  mark.scrollIntoView({ block: "center" });
+  mark.focus({ preventScroll: true });
+}
+
 // The chat component draws its rows when it likes: whatever row lacks its buttons gets them.
 let drawn = "";
 function decorate() {
   const facts = find("#oc-turns [data-turns]")?.dataset.turns || "[]";
-  if (facts !== drawn) for (const bar of document.querySelectorAll("#oc-chat .oc-tools")) bar.remove();
+  if (facts !== drawn) for (const bar of document.querySelectorAll("#oc-chat :is(.oc-tools, .oc-evidence)")) bar.remove();
   drawn = facts;
   const turns = JSON.parse(facts);
   document.querySelectorAll("#oc-chat .bot-row").forEach((row, at) => {
@@ -275,9 +329,13 @@ function decorate() {
     const place = next?.matches(".message-buttons") ? next : row;
     if (!turns[at] || turns[at].live || place.querySelector(":scope > .oc-tools")) return;
     place.append(toolbar(turns[at], at + 1, at === turns.length - 1));
+    if (turns[at].passages.length || turns[at].quotes.length) place.append(evidence(turns[at], at + 1));
   });
 }
-new MutationObserver(decorate).observe(document.body, { childList: true, subtree: true });
+new MutationObserver(() => {
+  decorate();
+  openSource();
+}).observe(document.body, { childList: true, subtree: true });
 
 addEventListener("click", (event) => {
   const button = event.target.closest?.("[data-do], [data-example]");

@@ -317,6 +317,11 @@ def turns(conversation: Conversation) -> str:
                 "before": ids[at - 1] if at else "",
                 "after": ids[at + 1] if at + 1 < len(ids) else "",
                 "live": conversation.live(turn) is not None,
+                "passages": [
+                    {"name": p.name, "page": p.page, "line": p.line, "strength": p.strength, "excerpt": p.excerpt}
+                    for p in turn.passages
+                ],
+                "quotes": [{"text": q.text, "name": q.name, "page": q.page} for q in turn.quotes],
                 "resume": turn.answered and turn.finish_reason in ("cancelled", "length", "loop"),
             }
         )
