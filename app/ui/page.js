@@ -295,7 +295,8 @@ function evidence(turn, number) {
     head.append(part("b", "", placeOf(passage)), part("span", "", `${share} %`));
     head.title = `${share} % of what the answer looked at in the documents`;
     const meter = button.appendChild(part("i", "oc-meter"));
-    meter.style.setProperty("--share", `${share}%`);
+    meter.append(part("i", ""));
+    meter.firstChild.style.width = `${share}%`;
     button.append(part("span", "oc-excerpt", passage.excerpt));
   });
   const quotes = box.appendChild(part("ul", "oc-quotes"));

@@ -22,14 +22,14 @@ def test_cards_lead_to_the_place_in_the_document(
     page = open_page(site.url, viewport={"width": width, "height": 844}, color_scheme=scheme)
     state(page, "idle")
     site.script.answer = QUOTING
-    add(page, texts("<b>notes</b>.txt", "ochre", 12))
+    add(page, texts("<b>notes.txt", "ochre", 12))
     ask(page, "What is the code word?")
     page.wait_for_selector(".oc-evidence summary")
     assert page.inner_text(".oc-evidence summary") == "Rests on 1 passage \u00b7 1 of 2 quotes found in the documents"
     page.click(".oc-evidence summary")
     assert "code word is ochre" in page.inner_text(".oc-passage .oc-excerpt")
-    assert page.inner_text(".oc-passage b").startswith("<b>notes</b>.txt, page 4, line")
-    assert "<b>notes</b>.txt" in page.inner_text(".oc-quotes .oc-found")
+    assert page.inner_text(".oc-passage b").startswith("<b>notes.txt, page 4, line")
+    assert "<b>notes.txt" in page.inner_text(".oc-quotes .oc-found")
     assert page.inner_text(".oc-quotes .oc-missing q") == "the ships were painted green"
     page.screenshot(path=tmp_path / "cards.png")
     page.click(".oc-passage")
