@@ -85,7 +85,7 @@ class ScriptedRunner:
     def chunk(self) -> int:
         return self.script.chunk
 
-    def find_evidence_heads(self, prompt: list[int], questions: Any) -> None:
+    def find_evidence_heads(self, prompt: list[int], questions: list[Question]) -> None:
         pass
 
     def start(self, prompt_ids: Sequence[int], chat_id: str | None, marks: Any = (), tell: Any = None) -> ScriptedSlot:
