@@ -195,7 +195,7 @@ class ChatService:
         same chat is being cancelled this waits for its last step.
         """
         loaded = self._need()
-        sampling = sampling or SamplingParams()
+        sampling = sampling or chat.sampling
         check_request(question, sampling)
         with chat.asking:
             chat.settle()
@@ -230,7 +230,7 @@ class ChatService:
         Raises as `ask`, and UsageError for an answer that ended by itself.
         """
         loaded = self._need()
-        sampling = sampling or SamplingParams()
+        sampling = sampling or chat.sampling
         with chat.asking:
             chat.settle()
             turns = [t for t in chat.path(turn_id) if t.answered]

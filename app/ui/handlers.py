@@ -15,7 +15,7 @@ import gradio as gr
 from app.chat import Selection
 from app.errors import NotReady, OctavoError, UsageError, describe
 from app.service import ChatService, PlanView
-from app.ui import sidebar, source, views
+from app.ui import options, sidebar, source, views
 from app.ui.answer import Answer
 from app.ui.attachment import Attachment
 from app.ui.session import Loading, Session, Sessions
@@ -54,6 +54,7 @@ class Parts:
     chats: gr.HTML
     library: gr.HTML
     source: gr.HTML
+    options: gr.HTML
 
     @property
     def all(self) -> list[Any]:
@@ -206,6 +207,16 @@ class Handlers:
                     yield await self._everything(session)
             case "source" if wanted in conversation.chat.tree:
                 yield {parts.source: await asyncio.to_thread(self._source, session, wanted, value)}
+            case "options":
+                yield {parts.options: options.form(conversation.chat)}
+            case "keep":
+                try:
+                    options.take(conversation.chat, value)
+                except UsageError as error:
+                    yield {parts.strip: views.error_strip(error)}
+                    return
+                await asyncio.to_thread(conversation.save)
+                yield {parts.options: "", parts.strip: await self._plan_strip(session)}
             case "use":
                 if await asyncio.to_thread(conversation.use, wanted):
                     yield {parts.shelf: views.shelf(conversation.shelf)}

@@ -160,6 +160,21 @@ const actions = {
   },
 };
 
+actions.options = () => act("options");
+actions.preset = (button) => {
+  const form = button.closest("form");
+  for (const [name, value] of Object.entries(JSON.parse(button.dataset.values))) form.elements[name].value = value;
+  for (const other of form.querySelectorAll(".oc-preset")) other.setAttribute("aria-pressed", String(other === button));
+};
+
+addEventListener("submit", (event) => {
+  const form = event.target.closest?.("#oc-options form");
+  if (!form) return;
+  event.preventDefault();
+  act("keep", "", JSON.stringify(Object.fromEntries(new FormData(form))));
+  form.closest("[popover]").hidePopover();
+});
+
 actions.source = (button) => act("source", button.dataset.turn, button.dataset.value);
 
 function act(what, id = "", value = "") {
@@ -307,8 +322,8 @@ function evidence(turn, number) {
   return box;
 }
 
-function openSource() {
-  const dialog = find("#oc-source[data-fresh]");
+function openFresh() {
+  const dialog = find("[popover][data-fresh]");
   if (!dialog) return;
   delete dialog.dataset.fresh;
   dialog.showPopover();
@@ -335,7 +350,7 @@ function decorate() {
 }
 new MutationObserver(() => {
   decorate();
-  openSource();
+  openFresh();
 }).observe(document.body, { childList: true, subtree: true });
 
 addEventListener("click", (event) => {

@@ -233,7 +233,8 @@ def status(facts: dict[str, Any] | None) -> str:
     notes = escape(f"{facts['note']} {facts['pattern']}".strip())
     return (
         f'<div class="oc-foot">{shown}<span class="oc-notes" title="{notes}">{notes}</span>'
-        f'<button type="button" class="oc-link" popovertarget="oc-engine">Details</button></div>'
+        '<button type="button" class="oc-link" data-do="options">Settings</button>'
+        '<button type="button" class="oc-link" popovertarget="oc-engine">Details</button></div>'
         f'<div id="oc-engine" popover aria-label="What the engine does">{_engine_table(facts)}</div>'
     )
 
