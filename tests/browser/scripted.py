@@ -85,9 +85,6 @@ class ScriptedRunner:
     def chunk(self) -> int:
         return self.script.chunk
 
-    def find_evidence_heads(self, prompt: list[int], questions: list[Question]) -> None:
-        pass
-
     def start(self, prompt_ids: Sequence[int], chat_id: str | None, marks: Any = (), tell: Any = None) -> ScriptedSlot:
         kept = self.kept.get(chat_id or "", [])
         same = next((at for at, (a, b) in enumerate(zip(kept, prompt_ids, strict=False)) if a != b), len(kept))
