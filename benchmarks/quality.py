@@ -1,6 +1,6 @@
 """What W8A8 and KV4 cost on the embedded model, over prose and code that ship with Python and its packages.
 
-`python -m app bench quality`: minutes on a GPU, an hour on two CPU cores.
+`python -m app bench quality`: minutes on a GPU. On two CPU cores `--bars-only` leaves out what no bar is about.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--write-text", type=Path, metavar="FILE", help="write the text and end")
     parser.add_argument("--tokens", type=int, default=114_688)
     parser.add_argument("--length", type=int, action="append", help=f"windows; bars are of the longest ({_LENGTH})")
+    parser.add_argument("--bars-only", action="store_true", help="only the settings that a bar is about")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     text = corpus() if args.text is None else args.text.read_text(encoding="utf-8")
@@ -134,7 +135,8 @@ def main(argv: list[str]) -> int:
         measure(Variant("w8a8, calibrated", "w8a8"), calibrated)
         measure(Variant("w8a8, calibrated + kv4", "w8a8", "kv4"), calibrated)
     for variant in variants(pattern):
-        measure(variant)
+        if not args.bars_only or variant.name in ("w8a8", "kv4", "w8a8 + kv4"):
+            measure(variant)
     print(table(bench.scores))
     found = {score.variant: score for score in bench.scores if score.length == lengths[-1]}
 
