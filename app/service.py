@@ -15,7 +15,7 @@ import numpy as np
 from app.chat import Chat, Selection, Turn, ids_of
 from app.config import Settings
 from app.conversation import AnswerMemory, Message, exchanges
-from app.documents import Document, read_document
+from app.documents import Document, read_safely
 from app.engine.detokenize import Detokenizer
 from app.engine.engine import Engine, Generation
 from app.engine.sampler import check_sampling
@@ -137,7 +137,7 @@ class ChatService:
 
     def add_document(self, path: Path, name: str = "") -> Document:
         """Read a file; raises BadDocument or DocumentTooLarge. Needs no model."""
-        return read_document(path, name)
+        return read_safely(path, name)
 
     def count_tokens(
         self,

@@ -292,7 +292,7 @@ class Handlers:
             try:
                 document = self.service.add_document(upload.path, upload.name)
             finally:
-                upload.path.unlink(missing_ok=True)
+                upload.delete()
         except Exception as error:
             attachment.error, status, _ = describe(error)
             if status >= 500:

@@ -64,8 +64,43 @@ function put(file, say) {
       if (request.status === 200) resolve(answer.id);
       else reject(answer.error || `The upload failed (${request.status}).`);
     };
-    request.send(file);
+    request.send(file.form || file);
   });
+}
+
+// ---- folders: one upload, a form whose files have their paths for names
+const TOOL_FOLDERS = new Set([".git", "node_modules", "__pycache__", ".venv", "venv"]); // large, and never read
+
+const done = (start) => new Promise((resolve, reject) => start(resolve, reject));
+
+async function gather(folder, found = [], path = "") {
+  const reader = folder.createReader();
+  for (;;) {
+    const entries = await done((yes, no) => reader.readEntries(yes, no)); // a hundred at a time
+    if (!entries.length) return found;
+    for (const entry of entries) {
+      if (entry.isFile) found.push([path + entry.name, await done((yes, no) => entry.file(yes, no))]);
+      else if (!TOOL_FOLDERS.has(entry.name)) await gather(entry, found, `${path}${entry.name}/`);
+    }
+  }
+}
+
+async function whole(folder) {
+  const form = new FormData();
+  let size = 0;
+  for (const [path, file] of await gather(folder)) {
+    form.append("file", file, path);
+    size += file.size;
+  }
+  return { name: folder.name, size, form };
+}
+
+async function sendDropped(transfer) {
+  // What was dropped is gone after the event: entries are taken at once, then read.
+  const entries = [...transfer.items].map((item) => item.webkitGetAsEntry?.()).filter((entry) => entry?.isDirectory);
+  const folders = new Set(entries.map((entry) => entry.name));
+  const files = [...transfer.files].filter((file) => !folders.has(file.name));
+  await send([...files, ...(await Promise.all(entries.map(whole)))]);
 }
 
 async function send(files) {
@@ -99,7 +134,7 @@ addEventListener("drop", (event) => {
   event.preventDefault();
   depth = 0;
   document.body.classList.remove("oc-dropping");
-  send([...event.dataTransfer.files]);
+  sendDropped(event.dataTransfer);
 });
 
 addEventListener(
