@@ -115,6 +115,16 @@ def build_parser() -> argparse.ArgumentParser:
     _model_flags(identify)
     _running_flags(identify)
 
+    heads = commands.add_parser(
+        "heads",
+        help="a model's head pattern and what each ratio costs",
+        description="Show which heads keep everything, and what each retrieval ratio costs and saves.",
+    )
+    heads.add_argument("--plot", type=Path, metavar="FILE", help="also draw a PNG")
+    heads.add_argument("--count", type=int, metavar="N", help="so many heads, instead of --retrieval-ratio")
+    heads.add_argument("--threshold", type=float, metavar="T", help="heads that score so much, instead of a ratio")
+    _model_flags(heads)
+
     from app.cli_eval import add_kinds
 
     add_kinds(commands.add_parser("eval", help="measure a model, or what settings cost"), _model_flags, _running_flags)
@@ -241,6 +251,10 @@ def run(argv: Sequence[str]) -> int:
         from app.cli_identify import identify
 
         return identify(settings, args)
+    if args.command == "heads":
+        from app.cli_heads import heads
+
+        return heads(settings, args)
     if args.command == "eval":
         from app.cli_eval import evaluate
 

@@ -15,7 +15,7 @@ import numpy as np
 from app.chat import Chat, Selection, Turn, ids_of
 from app.config import Settings
 from app.conversation import AnswerMemory, Message, exchanges
-from app.documents import Document, read_document
+from app.documents import Document, read_safely
 from app.engine.detokenize import Detokenizer
 from app.engine.engine import Engine, Generation
 from app.engine.sampler import check_sampling
@@ -137,7 +137,7 @@ class ChatService:
 
     def add_document(self, path: Path, name: str = "") -> Document:
         """Read a file; raises BadDocument or DocumentTooLarge. Needs no model."""
-        return read_document(path, name)
+        return read_safely(path, name)
 
     def count_tokens(
         self,
@@ -195,7 +195,7 @@ class ChatService:
         same chat is being cancelled this waits for its last step.
         """
         loaded = self._need()
-        sampling = sampling or SamplingParams()
+        sampling = sampling or chat.sampling
         check_request(question, sampling)
         with chat.asking:
             chat.settle()
@@ -230,7 +230,7 @@ class ChatService:
         Raises as `ask`, and UsageError for an answer that ended by itself.
         """
         loaded = self._need()
-        sampling = sampling or SamplingParams()
+        sampling = sampling or chat.sampling
         with chat.asking:
             chat.settle()
             turns = [t for t in chat.path(turn_id) if t.answered]

@@ -85,10 +85,20 @@ class HeadPattern:
         """
         if not 0 <= ratio <= 1:
             raise BadPattern(f"retrieval ratio = {ratio} must be from 0 to 1.")
+        return self.best(round(ratio * self.scores.size))
+
+    def best(self, count: int) -> NDArray[np.bool_]:
+        """As `retrieval_mask`, for a number of heads."""
+        if not 0 <= count <= self.scores.size:
+            raise BadPattern(f"{count} retrieval heads: it must be from 0 to {self.scores.size}.")
         order = np.argsort(-self.scores, axis=None, kind="stable")
         mask = np.zeros(self.scores.size, dtype=np.bool_)
-        mask[order[: round(ratio * mask.size)]] = True
+        mask[order[:count]] = True
         return mask.reshape(self.scores.shape)
+
+    def above(self, threshold: float) -> NDArray[np.bool_]:
+        """bool [layers, KV heads], true where the score is `threshold` or more."""
+        return self.scores >= threshold
 
     def hash(self) -> str:
         """sha256 of scores, shape and window: equal for equal behaviour, wherever the pattern came from."""

@@ -99,7 +99,7 @@ class RemoteService(ChatService):
     ) -> Generation:
         """Ask a question; the answer comes as events, as ChatService.ask has it."""
         self._check_ready()
-        sampling = sampling or SamplingParams()
+        sampling = sampling or chat.sampling
         check_request(question, sampling)
         with chat.asking:
             chat.settle()

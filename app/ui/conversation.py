@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from app.chat import Chat, Selection, Turn
 from app.engine.types import SamplingParams
@@ -114,7 +115,10 @@ class Conversation:
         """Answer a question another time: sampled, since the likeliest answer is there already."""
         turn = self.chat.tree[turn_id]
         self.chat.head = turn.parent
-        varied = SamplingParams(temperature=0.7, top_p=0.95, seed=random.getrandbits(32)) if turn.answered else None
+        chosen = self.chat.sampling
+        if chosen.temperature == 0:
+            chosen = replace(chosen, temperature=0.7, top_p=0.95)
+        varied = replace(chosen, seed=random.getrandbits(32)) if turn.answered else None
         return self._start(turn.question, turn.sources, varied)
 
     def resume(self, turn_id: str) -> Answer:

@@ -84,6 +84,16 @@ def test_ties_and_extremes() -> None:
             tied.retrieval_mask(ratio)
 
 
+def test_by_count_and_by_threshold() -> None:
+    made = pattern([[0.9, 0.5], [0.5, 0.1]])
+    assert made.best(2).tolist() == [[True, True], [False, False]]
+    assert made.above(0.5).tolist() == [[True, True], [True, False]]
+    assert not made.above(1.0).any()
+    for count in (-1, 5):
+        with pytest.raises(BadPattern, match="from 0 to 4"):
+            made.best(count)
+
+
 def test_a_larger_ratio_only_adds_heads() -> None:
     random = pattern(np.random.default_rng(0).random((8, 4)))
     masks = [random.retrieval_mask(step / 32) for step in range(33)]
@@ -187,6 +197,18 @@ def test_published_patterns_read_and_match_their_pinned_hashes(hub_id: str) -> N
     assert (made.sink, made.recent) == (128, 256)
     assert made.scores.shape == ((32, 32) if "Llama-2" in hub_id else (32, 8))
     assert made.retrieval_mask(0.5).sum() == made.scores.size // 2
+
+
+@needs_published
+@pytest.mark.parametrize("hub_id", HUB_IDS)
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
+def test_published_patterns_give_the_set_of_their_own_quantile_rule(hub_id: str, ratio: float) -> None:
+    made = HeadPattern.load(local_copy(PUBLISHED, hub_id))
+    threshold = np.quantile(made.scores, 1 - ratio)
+    theirs, ours = made.scores >= threshold, made.retrieval_mask(ratio)
+    tied = made.scores == np.sort(made.scores, axis=None)[::-1][round(ratio * made.scores.size) - 1]
+    assert (ours | tied).sum() > ours.sum() or (ours == theirs).all()
+    assert ((ours != theirs) <= tied).all()  # they differ in heads of the one score at the boundary, if at all
 
 
 @needs_published

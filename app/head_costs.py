@@ -1,0 +1,94 @@
+"""What a head pattern costs and saves at each ratio: memory, bytes read a token, arithmetic; and its picture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from app.config import Settings
+from app.engine.sizing import resolve_shape
+from models.cache.plan import weights_bytes
+from models.config import ModelConfig
+from models.heads import HeadPattern
+from quant.w8a8 import dense_dtype, int8_head
+
+
+@dataclass(frozen=True)
+class RatioCost:
+    """For a context of so many tokens: bytes of a sequence's cache, bytes read for one more token (weights and cache),
+    and attention's arithmetic in reading the prompt, as a share of that with every head full."""
+
+    ratio: float
+    heads: int
+    context: int
+    cache_bytes: int
+    read_bytes: int
+    attention: float
+
+    def against(self, other: RatioCost) -> str:
+        """What this costs and saves beside another ratio, in words."""
+
+        def change(now: float, before: float) -> str:
+            return "the same" if now == before else f"{(now / before - 1) * 100:+.0f} %"
+
+        return (
+            f"{self.ratio:.0%}: {self.heads} heads keep everything. At {self.context:,} tokens the cache takes "
+            f"{self.cache_bytes / 1e6:,.0f} MB ({change(self.cache_bytes, other.cache_bytes)}), a new token reads "
+            f"{self.read_bytes / 1e6:,.0f} MB ({change(self.read_bytes, other.read_bytes)}), and reading the prompt "
+            f"takes {self.attention:.0%} of full attention's arithmetic ({change(self.attention, other.attention)})."
+        )
+
+
+def ratio_cost(
+    config: ModelConfig, pattern: HeadPattern, settings: Settings, ratio: float, context: int, device: torch.device
+) -> RatioCost:
+    """The cost at one ratio. A speed is not promised: bytes and arithmetic are what the hardware has to get through."""
+    _, shape = resolve_shape(config, pattern, replace(settings, retrieval_ratio=ratio), device)
+    heads, streaming = sum(shape.retrieval_heads), sum(shape.streaming_heads)
+    window = min(context, shape.sink + shape.recent)
+    cache = context * shape.bytes_per_token + shape.exact_bytes + shape.window_bytes
+    # A query sees its past: on average half of the context, or the window once it is behind it.
+    seen_full = context * (context + 1) / 2
+    seen_window = window * (window + 1) / 2 + (context - window) * window
+    share = (heads * seen_full + streaming * seen_window) / ((heads + streaming) * seen_full)
+    return RatioCost(ratio, heads, context, cache, _read_weights(config, settings, device) + cache, share)
+
+
+def _read_weights(config: ModelConfig, settings: Settings, device: torch.device) -> int:
+    """Bytes of weights that one token reads: of the embedding a row, of an output head that has int8 codes those."""
+    dense = config.vocab_size * config.hidden_size * dense_dtype(device).itemsize
+    matrices = 1 if config.tied_embeddings else 2
+    read = 0 if settings.weights == "w8a8" and int8_head(device) else 1
+    return weights_bytes(config, settings.weights, device) - (matrices - read) * dense
+
+
+def draw(pattern: HeadPattern, mask: NDArray[np.bool_], costs: list[RatioCost], ratio: float, file: Path | Any) -> None:
+    """A PNG: scores of layers x KV heads with the retrieval heads marked, and the costs of every ratio as curves."""
+    from matplotlib.figure import Figure  # slow to import
+
+    layers, heads = pattern.scores.shape
+    figure = Figure((5 + 0.35 * heads, max(4.0, 0.16 * layers + 1.2)), layout="constrained")
+    table, curve = figure.subplots(1, 2, width_ratios=[0.5 + 0.35 * heads, 5])
+    image = table.imshow(pattern.scores, cmap="viridis", aspect="auto")
+    rows, columns = np.nonzero(mask)
+    table.scatter(columns, rows, marker="s", s=14, facecolors="none", edgecolors="red")
+    table.set(xlabel="KV head", ylabel="layer", title=f"{int(mask.sum())} of {mask.size}")
+    table.set_xticks(range(0, heads, max(1, heads // 8)))
+    figure.colorbar(image, ax=table, label="score")
+    ratios, most = [cost.ratio for cost in costs], costs[-1]
+    for name, values, whole in (
+        ("cache", [cost.cache_bytes for cost in costs], most.cache_bytes),
+        ("read for a token", [cost.read_bytes for cost in costs], most.read_bytes),
+        ("attention in prefill", [cost.attention for cost in costs], most.attention),
+    ):
+        curve.plot(ratios, [value / whole for value in values], label=name)
+    curve.axvline(ratio, color="grey", linewidth=0.8, linestyle=":")
+    curve.set(xlabel="retrieval ratio", ylabel="share of ratio 1", ylim=(0, 1.05), xlim=(0, 1))
+    curve.set_title(f"{most.context:,} tokens; all heads: {most.cache_bytes / 1e6:,.0f} MB of cache", fontsize=9)
+    curve.legend()
+    figure.savefig(file, dpi=120, format="png")

@@ -1,0 +1,69 @@
+"""`python -m app heads`, and what a ratio costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.__main__ import main
+from app.config import Settings
+from app.embedded import embedded_model_path
+from app.head_costs import ratio_cost
+from app.model import choose_pattern, find_model
+from models.cache.duo import DuoCache
+from models.cache.pool import BlockPool
+from models.cache.shape import BLOCK, CacheShape
+from models.checkpoint import open_checkpoint
+
+CPU = torch.device("cpu")
+
+
+def test_table_curve_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["heads", "--model", "embedded", "--plot", str(tmp_path / "heads.png")]) == 0
+    out = capsys.readouterr().out
+    rows = [
+        line.split()[1] for line in out.splitlines() if line[:4].strip().isdigit() and set(line.split()[1]) <= {*"#."}
+    ]
+    assert len(rows) == 30 and "".join(rows).count("#") == 45
+    assert "50%: 45 heads keep everything" in out
+    assert (tmp_path / "heads.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_by_count_and_threshold(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["heads", "--model", "embedded", "--count", "9"]) == 0
+    assert "10%: 9 heads" in capsys.readouterr().out
+    assert main(["heads", "--model", "embedded", "--threshold", "0.9"]) == 0
+    assert "9 heads keep everything" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["--count", "1", "--threshold", "1"], 2, "not both"),
+        (["--count", "91"], 1, "from 0 to 90"),
+        (["--plot", "/nowhere/heads.png"], 2, "no directory /nowhere"),
+    ],
+)
+def test_wrong_usage(flags: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["heads", "--model", "embedded", *flags]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_costs_are_those_of_the_cache() -> None:
+    settings = Settings(model="embedded")
+    config = open_checkpoint(embedded_model_path()).config
+    pattern, _ = choose_pattern(find_model(settings), settings)
+    assert pattern is not None
+    half, full = (ratio_cost(config, pattern, settings, ratio, 4096, CPU) for ratio in (0.5, 1.0))
+    mask = pattern.retrieval_mask(0.5)
+    shape = CacheShape.for_model(config, mask, "kv4", pattern.sink, pattern.recent, CPU)
+    cache = DuoCache(BlockPool(shape, 40, CPU))
+    cache.reserve(4096)
+    real = cache.retrieval_bytes + cache.streaming_bytes
+    assert half.cache_bytes == pytest.approx(real + BLOCK * shape.bytes_per_token)  # the plan counts whole contexts
+    assert (half.heads, full.heads, full.attention) == (45, 90, 1.0)
+    # 45 heads see all, 45 see 640: of 4096 tokens' pasts, 640 * 641 / 2 + 3456 * 640 of 4096 * 4097 / 2
+    assert half.attention == pytest.approx(0.5 + 0.5 * (640 * 641 / 2 + 3456 * 640) / (4096 * 4097 / 2))
+    assert "-" in half.against(full)
