@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,33 +50,35 @@ def test_every_branch_equals_a_fresh_run_and_reads_no_document_twice(service: Ch
     first, _ = chat.turns
 
     reads = {}
+    answers: dict[tuple[str, ...], list[int]] = {}
+
+    def note(asked: Chat, what: str, read: int, *answer: int) -> None:
+        reads[what] = read
+        answers[tuple(turn.question for turn in asked.turns)] = list(answer)
+
     chat.head = first.id
-    reads["edited"], *edited = _ask(service, chat, "Name one statement, please.")
+    note(chat, "edited", *_ask(service, chat, "Name one statement, please."))
     chat.head = None
-    reads["first edited"], *first_edited = _ask(service, chat, "Summarise all of it for a beginner.", document)
+    note(chat, "first edited", *_ask(service, chat, "Summarise all of it for a beginner.", document))
     fork = service.fork(chat, first.id)
-    reads["fork"], *forked = _ask(service, fork, "What comes next?")
+    note(fork, "fork", *_ask(service, fork, "What comes next?"))
     other = service.new_chat()
-    reads["another chat"], *elsewhere = _ask(service, other, "Who would read this document, and what for?", document)
+    note(other, "another chat", *_ask(service, other, "Who would read this, and what for?", document))
     assert max(reads.values()) < 200, reads  # the questions, and the rest of a block: never the document
 
-    runner = service._need().engine.runner
-    prefixes, snapshots = runner.prefixes, runner.snapshots
-    for asked, answer in ((chat, first_edited), (fork, forked), (other, elsewhere)):
-        turn = asked.turns[-1]
-        prompt = asked.token_ids[: len(asked.token_ids) - len(turn.answer_ids)]
-        while prefixes.drop_oldest():
-            pass
-        runner.snapshots = None  # nothing to start from
-        slot = runner.start(prompt, None)
-        assert slot.cached == 0
-        for start in range(0, len(prompt), runner.chunk):
-            slot.prefill(prompt[start : start + runner.chunk])
-        fresh = list(slot.answer(GREEDY, len(answer)))
-        slot.discard()
-        runner.snapshots = snapshots
-        assert fresh == list(answer)
-    assert edited
+    alone = ChatService(replace(service.settings, library_quota=0.0))
+    alone.load()
+    try:
+        for questions, answer in answers.items():
+            runner = alone._need().engine.runner
+            while runner.prefixes.drop_oldest():
+                pass
+            fresh = alone.new_chat()
+            for question in questions:
+                _, *told = _ask(alone, fresh, question, document)
+            assert told == answer, questions
+    finally:
+        alone.close()
 
 
 def test_a_second_service_opens_the_document_from_disk(service: ChatService, document: Document) -> None:
