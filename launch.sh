@@ -4,7 +4,7 @@
 #
 #   ./launch.sh                    the page on this machine (the same as: ./launch.sh serve)
 #   ./launch.sh test [ARGS]        ruff, mypy and pytest; ARGS go to pytest
-#   ./launch.sh COMMAND [ARGS]     python -m app COMMAND ARGS: ask, plan, doctor, bench, serve
+#   ./launch.sh COMMAND [ARGS]     python -m app COMMAND ARGS: ask, plan, quantize, eval, doctor, ...
 #   ./launch.sh --with-flash-attn  build flash-attn too (NVIDIA GPU and nvcc needed; takes long), then as above
 #
 # Environment, all optional:

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from app.documents import Document
 from app.engine.engine import Generation
-from app.engine.types import FinishReason
+from app.engine.types import FinishReason, SamplingParams
 from app.errors import UsageError
 from app.evidence import Passage, Quote
 
@@ -98,6 +98,7 @@ class Chat:
     id: str = field(default_factory=lambda: uuid4().hex)
     title: str = ""
     created: float = field(default_factory=time.time)
+    sampling: SamplingParams = field(default_factory=SamplingParams)  # of its answers
     ids_of: str = ""  # whose token ids its turns hold, see ChatService
     head: str | None = None
     tree: dict[str, Turn] = field(default_factory=dict)
@@ -164,7 +165,9 @@ class Chat:
 
     def fork(self, turn_id: str) -> Chat:
         """A chat of its own that goes on from this turn."""
-        twin = Chat(self.system, title=f"{self.title}, branch", ids_of=self.ids_of, head=turn_id)
+        twin = Chat(
+            self.system, title=f"{self.title}, branch", sampling=self.sampling, ids_of=self.ids_of, head=turn_id
+        )
         twin.tree = {turn.id: turn for turn in self.path(turn_id)}
         return twin
 

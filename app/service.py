@@ -15,7 +15,7 @@ import numpy as np
 from app.chat import Chat, Selection, Turn, ids_of
 from app.config import Settings
 from app.conversation import AnswerMemory, Message, exchanges
-from app.documents import Document, read_document
+from app.documents import Document, read_safely
 from app.engine.detokenize import Detokenizer
 from app.engine.engine import Engine, Generation
 from app.engine.sampler import check_sampling
@@ -137,7 +137,7 @@ class ChatService:
 
     def add_document(self, path: Path, name: str = "") -> Document:
         """Read a file; raises BadDocument or DocumentTooLarge. Needs no model."""
-        return read_document(path, name)
+        return read_safely(path, name)
 
     def count_tokens(
         self,
@@ -195,7 +195,7 @@ class ChatService:
         same chat is being cancelled this waits for its last step.
         """
         loaded = self._need()
-        sampling = sampling or SamplingParams()
+        sampling = sampling or chat.sampling
         check_request(question, sampling)
         with chat.asking:
             chat.settle()
@@ -230,7 +230,7 @@ class ChatService:
         Raises as `ask`, and UsageError for an answer that ended by itself.
         """
         loaded = self._need()
-        sampling = sampling or SamplingParams()
+        sampling = sampling or chat.sampling
         with chat.asking:
             chat.settle()
             turns = [t for t in chat.path(turn_id) if t.answered]
@@ -340,17 +340,17 @@ class ChatService:
         if self._loaded is not None and (snapshots := self._loaded.snapshots) is not None:
             snapshots.drop(lambda snapshot: label in snapshot.labels)
 
-    def memory_begins(self, chat: Chat, length: int = 0) -> MemoryBegins | None:
+    def memory_begins(self, chat: Chat, prompt: int = 0, answer: int = 0) -> MemoryBegins | None:
         """Where the memory of an endless chat begins; None while nothing is forgotten.
 
-        `length`: tokens of the chat with a turn that still runs, 0 when none does.
+        `prompt` and `answer`: while a turn runs, the tokens of its whole prompt and of its answer so far.
         """
         loaded = self._need()
         if loaded.engine.runner.capacity is not None:
             return None
         turns = tuple(chat.turns)
         known = sum(len(turn.prompt_ids) + len(turn.answer_ids) for turn in turns)
-        first = max(known, length) - loaded.recent
+        first = max(known, prompt + answer) - loaded.recent
         if first <= loaded.sink:
             return None
         at = first
@@ -360,7 +360,7 @@ class ChatService:
                     words = loaded.words(ids[at : at + _WORDS])
                     return MemoryBegins(first - loaded.sink, loaded.sink, index, in_answer, words)
                 at -= len(ids)
-        return MemoryBegins(first - loaded.sink, loaded.sink, len(turns), False, "")
+        return MemoryBegins(first - loaded.sink, loaded.sink, len(turns), first >= prompt, "")
 
     def _submit(
         self,

@@ -1,6 +1,6 @@
 """What W8A8 and KV4 cost on the embedded model, over prose and code that ship with Python and its packages.
 
-`python -m app bench quality`: minutes on a GPU, an hour on two CPU cores.
+`python -m app bench quality`: minutes on a GPU. On two CPU cores `--bars-only` leaves out what no bar is about.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks._report import Bar, at_most, finish
 from kernels.kv4_pack import KV4_LAYOUT
 from models.cache.pool import BlockPool
 from models.cache.shape import BLOCK, CacheShape
-from models.checkpoint import open_checkpoint
+from models.checkpoint import Checkpoint, open_checkpoint
 from models.quantize import quantize_checkpoint
 from quant import formats, kv4
 
@@ -96,6 +96,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--write-text", type=Path, metavar="FILE", help="write the text and end")
     parser.add_argument("--tokens", type=int, default=114_688)
     parser.add_argument("--length", type=int, action="append", help=f"windows; bars are of the longest ({_LENGTH})")
+    parser.add_argument("--bars-only", action="store_true", help="only the settings that a bar is about")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     text = corpus() if args.text is None else args.text.read_text(encoding="utf-8")
@@ -118,23 +119,24 @@ def main(argv: list[str]) -> int:
 
     bench = Quality(checkpoint, pattern, ids, lengths, device)
     lap("bf16")
-    for variant in variants(pattern):
-        bench.measure(variant)
+
+    def measure(variant: Variant, other: Checkpoint | None = None) -> None:
+        scores = bench.measure(variant, other)
         lap(variant.name)
+        print(table(scores).split("\n", 1)[1], flush=True)
+
     with tempfile.TemporaryDirectory() as folder:
-        texts, name = sample_texts(None)
+        texts, _ = sample_texts(None)
         sample, about = sample_windows(tokenizer, texts, TOKENS, checkpoint.config.vocab_size)
         out = Path(folder) / "out"
-        described = formats.metadata(files.name, "", {"text": name, **about}, None)
-        quantize_checkpoint(checkpoint, out, sample, described, device)
+        quantize_checkpoint(checkpoint, out, sample, formats.metadata(files.name, "", about, None), device)
         lap("quantize")
         calibrated = open_checkpoint(out)
-        for variant in (
-            Variant("w8a8, calibrated", "w8a8"),
-            Variant("w8a8, calibrated + kv4", "w8a8", "kv4"),
-        ):
-            bench.measure(variant, calibrated)
-            lap(variant.name)
+        measure(Variant("w8a8, calibrated", "w8a8"), calibrated)
+        measure(Variant("w8a8, calibrated + kv4", "w8a8", "kv4"), calibrated)
+    for variant in variants(pattern):
+        if not args.bars_only or variant.name in ("w8a8", "kv4", "w8a8 + kv4"):
+            measure(variant)
     print(table(bench.scores))
     found = {score.variant: score for score in bench.scores if score.length == lengths[-1]}
 

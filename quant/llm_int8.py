@@ -29,7 +29,7 @@ class LlmInt8Linear(DenseLinear):
         plain = weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
         rows, columns = plain.shape
         # Of the dense layer only its dtype is used: what this product takes.
-        super().__init__(plain.new_empty(0, dtype=torch.float16 if plain.is_cuda else torch.float32), bias)
+        super().__init__(plain.new_empty(0, columns, dtype=torch.float16 if plain.is_cuda else torch.float32), bias)
         self._layer = Linear8bitLt(columns, rows, bias=False, has_fp16_weights=False, threshold=_THRESHOLD)
         self._layer.weight = Int8Params(plain.half().cpu(), requires_grad=False, has_fp16_weights=False)
         self._layer = self._layer.to(plain.device)

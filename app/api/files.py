@@ -18,7 +18,7 @@ from app.access import owner_of
 from app.api.errors import ApiError
 from app.api.schema import FileRef
 from app.api.store import FileStore
-from app.documents import Document, Limits, read_document
+from app.documents import Document, Limits, read_safely
 from app.errors import DocumentTooLarge
 
 _PURPOSES = ("user_data", "assistants")
@@ -111,4 +111,4 @@ def open_document(store: FileStore, ref: FileRef, owner: str) -> Document:
     with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
         path = Path(folder) / "inline"
         path.write_bytes(data)
-        return read_document(path, ref.filename or "document")
+        return read_safely(path, ref.filename or "document")

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from app.api.errors import ApiError
-from app.documents import Document, read_document
+from app.documents import Document, read_safely
 
 MAX_FILES = 1000
 MAX_BYTES = 16 << 30
@@ -52,7 +52,7 @@ class FileStore:
 
     def add(self, source: Path, filename: str, purpose: str, owner: str) -> StoredFile:
         """Take a file over if it is a document that can be read; raises BadDocument, DocumentTooLarge or ApiError."""
-        document = read_document(source, filename)
+        document = read_safely(source, filename)
         file_id = f"file-{secrets.token_hex(12)}"
         stored = StoredFile(file_id, document.name, document.size_bytes, int(time.time()), purpose, owner)
         with self._lock:
@@ -92,7 +92,7 @@ class FileStore:
             if (known := self._texts.get(file_id)) is not None:
                 self._texts.move_to_end(file_id)
                 return known
-        document = read_document(self._content(file_id), stored.filename)
+        document = read_safely(self._content(file_id), stored.filename)
         with self._lock:
             self._remember(file_id, document)
         return document

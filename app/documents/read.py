@@ -51,7 +51,7 @@ def read_document(path: Path, name: str = "", limits: Limits | None = None) -> D
     Raises DocumentTooLarge for a file over the limits, BadDocument for one that is no readable document.
     """
     limits = limits or Limits()
-    name = _display_name(name or path.resolve().name)
+    name = display_name(name or path.resolve().name)
     if path.is_dir():
         extract = codebase.read_folder(path, name, limits, _inside(limits))
         return _document(extract, name, "".join(extract.pages).encode(), limits)
@@ -60,7 +60,7 @@ def read_document(path: Path, name: str = "", limits: Limits | None = None) -> D
     return _document(extract, name, data, limits)
 
 
-def _display_name(name: str) -> str:
+def display_name(name: str) -> str:
     """The last part of a path, on one line: the name goes into the prompt and onto the page."""
     base = re.split(r"[/\\]", name.rstrip("/\\"))[-1]
     return " ".join(clean(base)[0].split())[:120] or "document"

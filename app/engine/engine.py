@@ -332,10 +332,11 @@ class _Answer:
         total, cached = len(prompt), slot.cached
         self._job.events.put(Progress(cached, total, cached, 0.0, cost.seconds(cached, total) or 0.0))
         done, before, seconds = cached, time.perf_counter(), 0.0
-        for start in range(cached, total, chunk):
+        # Chunks end where those of a run without a cache end, so that both round alike.
+        for end in [*range(cached + chunk - cached % chunk, total, chunk), total]:
             if self._job.cancelled:
                 return False
-            end = min(start + chunk, total)
+            start = slot.length
             slot.prefill(prompt[start:end])
             # The device may still read this chunk while the host makes the next one ready. Where chunks are slow that
             # gains nothing, and Stop would take two of them.

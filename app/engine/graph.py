@@ -28,7 +28,8 @@ class DecodeGraph:
         self._token = torch.zeros(1, dtype=torch.int64, device=pool.device)
         self._forward()  # compiles, and makes what is made once
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        # What other threads do on the device meanwhile (a chat on its way to disk) does not spoil the capture.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._logits = self._forward()
         self.late = 0  # steps that the device had to wait for
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from app.chat import Chat, Selection, Turn
 from app.documents import Document
+from app.engine.types import SamplingParams
 from app.evidence import Passage, Quote
 from app.library.files import read_json, write_whole
 
@@ -49,7 +50,7 @@ class ChatStore:
             chat.title = chat.title or _title(next(iter(chat.tree.values())).question)
             turns = [_plain(turn, lambda ids: self._place(chat.id, ids)) for turn in list(chat.tree.values())]
             plain: dict[str, Any] = {"id": chat.id, "title": chat.title, "system": chat.system, "created": chat.created}
-            plain |= {"head": chat.head, "ids_of": chat.ids_of, "turns": turns}
+            plain |= {"sampling": asdict(chat.sampling), "head": chat.head, "ids_of": chat.ids_of, "turns": turns}
             write_whole(self._path(chat.id), json.dumps(plain, ensure_ascii=False))
 
     def open(self, chat_id: str, document_of: Callable[[str], Document | None]) -> Chat | None:
@@ -61,7 +62,8 @@ class ChatStore:
             ids = (self.folder / f"{chat_id}.ids").read_bytes()
         except OSError:
             ids = b""
-        chat = Chat(plain["system"], plain["id"], plain["title"], plain["created"], plain["ids_of"])
+        sampling = SamplingParams(**plain["sampling"] | {"stop": tuple(plain["sampling"]["stop"])})
+        chat = Chat(plain["system"], plain["id"], plain["title"], plain["created"], sampling, plain["ids_of"])
         documents: dict[str, Document | None] = {}
         for entry in plain["turns"]:
             for source in entry["sources"]:

@@ -99,7 +99,7 @@ class RemoteService(ChatService):
     ) -> Generation:
         """Ask a question; the answer comes as events, as ChatService.ask has it."""
         self._check_ready()
-        sampling = sampling or SamplingParams()
+        sampling = sampling or chat.sampling
         check_request(question, sampling)
         with chat.asking:
             chat.settle()
@@ -170,7 +170,7 @@ class RemoteService(ChatService):
             "settings": {"engine": f"OpenAI-compatible server at {self._engine.base_url}"},
         }
 
-    def memory_begins(self, chat: Chat, length: int = 0) -> MemoryBegins | None:
+    def memory_begins(self, chat: Chat, prompt: int = 0, answer: int = 0) -> MemoryBegins | None:
         """None: whether another server forgets is not told."""
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from app.chat import Chat, Selection, Turn
 from app.engine.types import SamplingParams
@@ -62,8 +63,9 @@ class Conversation:
         if not self.service.ready:
             return None
         running = self.running
-        length = running.progress.total + running.tokens if running is not None and running.progress is not None else 0
-        return self.service.memory_begins(self.chat, length)
+        if running is None or running.progress is None:
+            return self.service.memory_begins(self.chat)
+        return self.service.memory_begins(self.chat, running.progress.total, running.tokens)
 
     def suggest(self, plan: PlanView) -> tuple[Attachment, int, int] | None:
         """Pages of the largest document that should fit, judged by their share of its text; None when none would."""
@@ -114,7 +116,10 @@ class Conversation:
         """Answer a question another time: sampled, since the likeliest answer is there already."""
         turn = self.chat.tree[turn_id]
         self.chat.head = turn.parent
-        varied = SamplingParams(temperature=0.7, top_p=0.95, seed=random.getrandbits(32)) if turn.answered else None
+        chosen = self.chat.sampling
+        if chosen.temperature == 0:
+            chosen = replace(chosen, temperature=0.7, top_p=0.95)
+        varied = replace(chosen, seed=random.getrandbits(32)) if turn.answered else None
         return self._start(turn.question, turn.sources, varied)
 
     def resume(self, turn_id: str) -> Answer:

@@ -12,9 +12,10 @@ from typing import Any
 
 import gradio as gr
 
+from app.chat import Selection
 from app.errors import NotReady, OctavoError, UsageError, describe
 from app.service import ChatService, PlanView
-from app.ui import sidebar, views
+from app.ui import options, sidebar, source, views
 from app.ui.answer import Answer
 from app.ui.attachment import Attachment
 from app.ui.session import Loading, Session, Sessions
@@ -52,6 +53,8 @@ class Parts:
     status: gr.HTML
     chats: gr.HTML
     library: gr.HTML
+    source: gr.HTML
+    options: gr.HTML
 
     @property
     def all(self) -> list[Any]:
@@ -202,6 +205,18 @@ class Handlers:
                 yield await asyncio.to_thread(self._change_lists, session, what, wanted, value)
                 if what == "delete" and conversation is not session.conversation:
                     yield await self._everything(session)
+            case "source" if wanted in conversation.chat.tree:
+                yield {parts.source: await asyncio.to_thread(self._source, session, wanted, value)}
+            case "options":
+                yield {parts.options: options.form(conversation.chat)}
+            case "keep":
+                try:
+                    options.take(conversation.chat, value)
+                except UsageError as error:
+                    yield {parts.strip: views.error_strip(error)}
+                    return
+                await asyncio.to_thread(conversation.save)
+                yield {parts.options: "", parts.strip: await self._plan_strip(session)}
             case "use":
                 if await asyncio.to_thread(conversation.use, wanted):
                     yield {parts.shelf: views.shelf(conversation.shelf)}
@@ -225,6 +240,19 @@ class Handlers:
                 start = conversation.ask_again if what == "again" else conversation.resume
                 async for changes in self._watch(session, await asyncio.to_thread(start, wanted)):
                     yield changes
+
+    def _source(self, session: Session, turn_id: str, value: str) -> str:
+        """What a card of evidence opens; `value` is its index, and the page where another is asked for."""
+        index, _, page = value.partition(":")
+        found = session.conversation.chat.tree[turn_id].passages
+        if not index.isdecimal() or int(index) >= len(found) or (page and not page.isdecimal()):
+            return ""
+        passage = found[int(index)]
+        read = (s.document for turn in session.conversation.chat.path(turn_id) for s in turn.sources)
+        document = next((d for d in read if d.pages and Selection.whole(d).label == passage.document), None)
+        if document is None:
+            return source.gone(passage)
+        return source.view(document, passage, turn_id, int(index), int(page) if page else None)
 
     def _change_lists(self, session: Session, what: str, wanted: str, value: str) -> Changes:
         owner = session.owner
@@ -264,7 +292,7 @@ class Handlers:
             try:
                 document = self.service.add_document(upload.path, upload.name)
             finally:
-                upload.path.unlink(missing_ok=True)
+                upload.delete()
         except Exception as error:
             attachment.error, status, _ = describe(error)
             if status >= 500:

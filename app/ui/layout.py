@@ -68,8 +68,11 @@ def build_page(service: ChatService, loading: Loading, uploads: Uploads) -> gr.B
                         autofocus=True,
                     )
             status = gr.HTML(views.status(None), elem_id="oc-status", apply_default_css=False)
+        source = gr.HTML("", elem_id="oc-sources", apply_default_css=False)
+        options = gr.HTML("", elem_id="oc-forms", apply_default_css=False)
         session = gr.State()
-        parts = Parts(session, tab, browser, welcome, chat, turns, strip, shelf, question, status, chats, library)
+        shown = (welcome, chat, turns, strip, shelf, question, status, chats, library, source, options)
+        parts = Parts(session, tab, browser, *shown)
         _connect(page, header, Handlers(service, loading, uploads, parts), parts)
     return page.queue(default_concurrency_limit=None, api_open=False)
 

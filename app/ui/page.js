@@ -64,8 +64,43 @@ function put(file, say) {
       if (request.status === 200) resolve(answer.id);
       else reject(answer.error || `The upload failed (${request.status}).`);
     };
-    request.send(file);
+    request.send(file.form || file);
   });
+}
+
+// ---- folders: one upload, a form whose files have their paths for names
+const TOOL_FOLDERS = new Set([".git", "node_modules", "__pycache__", ".venv", "venv"]); // large, and never read
+
+const done = (start) => new Promise((resolve, reject) => start(resolve, reject));
+
+async function gather(folder, found = [], path = "") {
+  const reader = folder.createReader();
+  for (;;) {
+    const entries = await done((yes, no) => reader.readEntries(yes, no)); // a hundred at a time
+    if (!entries.length) return found;
+    for (const entry of entries) {
+      if (entry.isFile) found.push([path + entry.name, await done((yes, no) => entry.file(yes, no))]);
+      else if (!TOOL_FOLDERS.has(entry.name)) await gather(entry, found, `${path}${entry.name}/`);
+    }
+  }
+}
+
+async function whole(folder) {
+  const form = new FormData();
+  let size = 0;
+  for (const [path, file] of await gather(folder)) {
+    form.append("file", file, path);
+    size += file.size;
+  }
+  return { name: folder.name, size, form };
+}
+
+async function sendDropped(transfer) {
+  // What was dropped is gone after the event: entries are taken at once, then read.
+  const entries = [...transfer.items].map((item) => item.webkitGetAsEntry?.()).filter((entry) => entry?.isDirectory);
+  const folders = new Set(entries.map((entry) => entry.name));
+  const files = [...transfer.files].filter((file) => !folders.has(file.name));
+  await send([...files, ...(await Promise.all(entries.map(whole)))]);
 }
 
 async function send(files) {
@@ -99,7 +134,7 @@ addEventListener("drop", (event) => {
   event.preventDefault();
   depth = 0;
   document.body.classList.remove("oc-dropping");
-  send([...event.dataTransfer.files]);
+  sendDropped(event.dataTransfer);
 });
 
 addEventListener(
@@ -159,6 +194,23 @@ const actions = {
     if (button.dataset.act === "edit") box()?.focus();
   },
 };
+
+actions.options = () => act("options");
+actions.preset = (button) => {
+  const form = button.closest("form");
+  for (const [name, value] of Object.entries(JSON.parse(button.dataset.values))) form.elements[name].value = value;
+  for (const other of form.querySelectorAll(".oc-preset")) other.setAttribute("aria-pressed", String(other === button));
+};
+
+addEventListener("submit", (event) => {
+  const form = event.target.closest?.("#oc-options form");
+  if (!form) return;
+  event.preventDefault();
+  act("keep", "", JSON.stringify(Object.fromEntries(new FormData(form))));
+  form.closest("[popover]").hidePopover();
+});
+
+actions.source = (button) => act("source", button.dataset.turn, button.dataset.value);
 
 function act(what, id = "", value = "") {
   trigger("acted", { do: what, id, value });
@@ -263,11 +315,64 @@ function toolbar(turn, number, last) {
   return bar;
 }
 
+// ---- what an answer rests on: a card a passage, and its quotes with whether they are in the documents
+function part(tag, kind, text = "") {
+  const element = document.createElement(tag);
+  element.className = kind;
+  element.textContent = text;
+  return element;
+}
+
+const placeOf = (item) => `${item.name}, page ${item.page}` + (item.line ? `, line ${item.line}` : "");
+
+function evidence(turn, number) {
+  const box = part("details", "oc-evidence");
+  const passages = turn.passages.length;
+  const found = turn.quotes.filter((quote) => quote.name).length;
+  const facts = [];
+  if (passages) facts.push(`Rests on ${passages} ${passages === 1 ? "passage" : "passages"}`);
+  if (turn.quotes.length) facts.push(`${found} of ${turn.quotes.length} quotes found in the documents`);
+  const summary = part("summary", "", facts.join(" \u00b7 "));
+  summary.setAttribute("aria-label", `Evidence for answer ${number}: ${summary.textContent}`);
+  box.append(summary);
+  const cards = box.appendChild(part("ol", "oc-passages"));
+  turn.passages.forEach((passage, index) => {
+    const button = cards.appendChild(document.createElement("li")).appendChild(part("button", "oc-passage"));
+    button.type = "button";
+    Object.assign(button.dataset, { do: "source", turn: turn.id, value: String(index) });
+    const share = Math.round(100 * passage.strength);
+    const head = button.appendChild(part("span", "oc-passage-head"));
+    head.append(part("b", "", placeOf(passage)), part("span", "", `${share} %`));
+    head.title = `${share} % of what the answer looked at in the documents`;
+    const meter = button.appendChild(part("i", "oc-meter"));
+    meter.append(part("i", ""));
+    meter.firstChild.style.width = `${share}%`;
+    button.append(part("span", "oc-excerpt", passage.excerpt));
+  });
+  const quotes = box.appendChild(part("ul", "oc-quotes"));
+  for (const quote of turn.quotes) {
+    const item = quotes.appendChild(part("li", quote.name ? "oc-found" : "oc-missing"));
+    item.append(part("q", "", quote.text), part("span", "", quote.name ? placeOf(quote) : "not in the documents"));
+  }
+  return box;
+}
+
+function openFresh() {
+  const dialog = find("[popover][data-fresh]");
+  if (!dialog) return;
+  delete dialog.dataset.fresh;
+  dialog.showPopover();
+  const mark = dialog.querySelector("mark");
+  if (!mark) return;
+  mark.scrollIntoView({ block: "center" });
+  mark.focus({ preventScroll: true });
+}
+
 // The chat component draws its rows when it likes: whatever row lacks its buttons gets them.
 let drawn = "";
 function decorate() {
   const facts = find("#oc-turns [data-turns]")?.dataset.turns || "[]";
-  if (facts !== drawn) for (const bar of document.querySelectorAll("#oc-chat .oc-tools")) bar.remove();
+  if (facts !== drawn) for (const bar of document.querySelectorAll("#oc-chat :is(.oc-tools, .oc-evidence)")) bar.remove();
   drawn = facts;
   const turns = JSON.parse(facts);
   document.querySelectorAll("#oc-chat .bot-row").forEach((row, at) => {
@@ -275,9 +380,13 @@ function decorate() {
     const place = next?.matches(".message-buttons") ? next : row;
     if (!turns[at] || turns[at].live || place.querySelector(":scope > .oc-tools")) return;
     place.append(toolbar(turns[at], at + 1, at === turns.length - 1));
+    if (turns[at].passages.length || turns[at].quotes.length) place.append(evidence(turns[at], at + 1));
   });
 }
-new MutationObserver(decorate).observe(document.body, { childList: true, subtree: true });
+new MutationObserver(() => {
+  decorate();
+  openFresh();
+}).observe(document.body, { childList: true, subtree: true });
 
 addEventListener("click", (event) => {
   const button = event.target.closest?.("[data-do], [data-example]");

@@ -1,4 +1,4 @@
-"""Files on their way in: streamed to a private folder, handed over once, deleted when read."""
+"""Files and folders on their way in: streamed to a private folder, handed over once, deleted when read."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import shutil
 import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from app.errors import DocumentTooLarge, UsageError
+from app.documents.codebase import MAX_ENTRIES
+from app.errors import DocumentTooLarge, OctavoError, UsageError
 
 # A file that no chat has taken after this time belongs to a page that is gone.
 ABANDONED_S = 600.0
@@ -21,15 +24,19 @@ ABANDONED_S = 600.0
 
 @dataclass(frozen=True)
 class Upload:
-    """A received file: where it lies, what the person calls it, when it came (monotonic seconds)."""
+    """A received file or folder: where it lies, what the person calls it, when it came (monotonic seconds)."""
 
     path: Path
     name: str
     at: float
 
+    def delete(self) -> None:
+        """Delete it from the disk."""
+        _delete(self.path)
+
 
 class Uploads:
-    """Receives one file a request and keeps it under an unguessable id until `take`."""
+    """Receives one file or folder a request and keeps it under an unguessable id until `take`."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -39,7 +46,8 @@ class Uploads:
     async def receive(self, request: Request) -> Response:
         """PUT with the raw file as body and its percent-encoded name in `X-File-Name`; answers {"id": ...}.
 
-        The header is one that other sites' pages cannot send without this server's leave.
+        A folder comes as a form whose files have their paths for names. The header is one that other sites' pages
+        cannot send without this server's leave.
         """
         name = unquote(request.headers.get("x-file-name", ""))
         if not name:
@@ -47,19 +55,20 @@ class Uploads:
         self._drop_abandoned()
         upload_id = secrets.token_urlsafe(16)
         path = self._folder / upload_id
-        size = 0
         try:
             self._check_size(name, int(request.headers.get("content-length") or 0))
-            with path.open("wb") as file:
-                async for part in request.stream():
-                    size += len(part)
-                    self._check_size(name, size)
-                    file.write(part)
-        except DocumentTooLarge as error:
-            path.unlink(missing_ok=True)
+            if request.headers.get("content-type", "").startswith("multipart/form-data"):
+                await _receive_folder(request, path)
+            else:
+                await self._receive_file(request, path, name)
+        except OctavoError as error:
+            _delete(path)
             return JSONResponse({"error": str(error)}, error.http_status, {"Connection": "close"})
+        except HTTPException as error:  # a form that is none, or has too many parts
+            _delete(path)
+            return JSONResponse({"error": f"{name}: {error.detail}"}, error.status_code, {"Connection": "close"})
         except (ClientDisconnect, OSError) as error:
-            path.unlink(missing_ok=True)
+            _delete(path)
             return JSONResponse({"error": f"{name} could not be stored: {error or 'the upload broke off'}."}, 507)
         self._waiting[upload_id] = Upload(path, name, time.monotonic())
         return JSONResponse({"id": upload_id})
@@ -76,6 +85,14 @@ class Uploads:
         self._waiting.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    async def _receive_file(self, request: Request, path: Path, name: str) -> None:
+        size = 0
+        with path.open("wb") as file:
+            async for part in request.stream():
+                size += len(part)
+                self._check_size(name, size)
+                file.write(part)
+
     def _check_size(self, name: str, size: int) -> None:
         if size > self.max_bytes:
             limit = self.max_bytes / (1 << 20)
@@ -84,4 +101,26 @@ class Uploads:
     def _drop_abandoned(self) -> None:
         limit = time.monotonic() - ABANDONED_S
         for upload_id in [key for key, upload in self._waiting.items() if upload.at < limit]:
-            self._waiting.pop(upload_id).path.unlink(missing_ok=True)
+            self._waiting.pop(upload_id).delete()
+
+
+async def _receive_folder(request: Request, folder: Path) -> None:
+    """Raises UsageError for a path that leads out of the folder."""
+    folder.mkdir()
+    async with request.form(max_files=MAX_ENTRIES, max_fields=0) as form:
+        for _, file in form.multi_items():
+            assert isinstance(file, UploadFile)
+            parts = PurePosixPath((file.filename or "").replace("\\", "/")).parts
+            if not parts or ".." in parts or parts[0].startswith("/") or any(":" in part[:2] for part in parts):
+                raise UsageError(f"The folder holds the path {file.filename!r}, which leads outside it.")
+            path = folder.joinpath(*parts)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as target:
+                shutil.copyfileobj(file.file, target, 1 << 20)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from html import escape
 from typing import Any
 
@@ -13,8 +12,7 @@ from app.service import MemoryBegins, PlanView
 from app.ui.answer import Answer
 from app.ui.attachment import Attachment
 from app.ui.conversation import Conversation
-
-_MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+\-.!|~$>])")
+from app.ui.markdown import harmless, plain
 
 WELCOME = """
 <div class="oc-welcome">
@@ -22,7 +20,8 @@ WELCOME = """
   <p class="oc-lead">Add one or more files, ask a question, and read the answer as it is written.
     Nothing leaves this machine.</p>
   <button type="button" class="oc-primary" data-do="add">Add documents</button>
-  <p class="oc-kinds">PDF, Word, Markdown, text, HTML or source code. Drop them anywhere, or paste a long text.</p>
+  <p class="oc-kinds">PDF, Word, EPUB, HTML, Markdown, text, notebooks, source code; folders and zip archives
+    of them. Drop them anywhere, or paste a long text.</p>
   <ul class="oc-examples" aria-label="Example questions">
     <li><button type="button" data-example>Summarise this document in five sentences.</button></li>
     <li><button type="button" data-example>Which people, places and dates does it name?</button></li>
@@ -233,7 +232,8 @@ def status(facts: dict[str, Any] | None) -> str:
     notes = escape(f"{facts['note']} {facts['pattern']}".strip())
     return (
         f'<div class="oc-foot">{shown}<span class="oc-notes" title="{notes}">{notes}</span>'
-        f'<button type="button" class="oc-link" popovertarget="oc-engine">Details</button></div>'
+        '<button type="button" class="oc-link" data-do="options">Settings</button>'
+        '<button type="button" class="oc-link" popovertarget="oc-engine">Details</button></div>'
         f'<div id="oc-engine" popover aria-label="What the engine does">{_engine_table(facts)}</div>'
     )
 
@@ -317,6 +317,11 @@ def turns(conversation: Conversation) -> str:
                 "before": ids[at - 1] if at else "",
                 "after": ids[at + 1] if at + 1 < len(ids) else "",
                 "live": conversation.live(turn) is not None,
+                "passages": [
+                    {"name": p.name, "page": p.page, "line": p.line, "strength": p.strength, "excerpt": p.excerpt}
+                    for p in turn.passages
+                ],
+                "quotes": [{"text": q.text, "name": q.name, "page": q.page} for q in turn.quotes],
                 "resume": turn.answered and turn.finish_reason in ("cancelled", "length", "loop"),
             }
         )
@@ -350,12 +355,12 @@ def _label(source: Selection) -> str:
 
 def _answer_text(turn: Turn, live: Answer | None) -> str:
     if live is not None:
-        return live.text or '<span class="oc-dots" aria-label="Working"><i></i><i></i><i></i></span>'
-    note = _note(turn)
+        return harmless(live.text) or '<span class="oc-dots" aria-label="Working"><i></i><i></i><i></i></span>'
+    note, answer = _note(turn), harmless(turn.answer)
     if note is None:
-        return turn.answer
-    fence = "\n```" if turn.answer.count("```") % 2 else ""  # else the note becomes part of the code
-    return f'{turn.answer}{fence}\n\n<div class="{note[0]}">{escape(note[1])}</div>'
+        return answer
+    fence = "\n```" if answer.count("```") % 2 else ""  # else the note becomes part of the code
+    return f'{answer}{fence}\n\n<div class="{note[0]}">{escape(note[1])}</div>'
 
 
 def _note(turn: Turn) -> tuple[str, str] | None:
@@ -369,9 +374,3 @@ def _note(turn: Turn) -> tuple[str, str] | None:
         "interrupted": ("oc-note", "Interrupted: the program ended here. What was read is kept; try again to go on."),
         "failed": ("oc-failed", "No answer."),
     }.get(turn.finish_reason)
-
-
-def plain(text: str) -> str:
-    """Markdown that shows a text exactly as it was typed."""
-    lines = (_MARKDOWN.sub(r"\\\1", line).replace("&", "&amp;").replace("<", "&lt;") for line in text.split("\n"))
-    return "\n".join(re.sub(r"^[ \t]+", lambda run: "&nbsp;" * len(run.group().expandtabs(4)), line) for line in lines)

@@ -10,6 +10,7 @@ from kernels.act_quant import ACT_QUANT
 from kernels.attention_decode import KV4_DECODE, KV4_STEP
 from kernels.attention_prefill import ATTENTION, BLOCKS, ROWS, WINDOW
 from kernels.attention_window import WINDOW_DECODE, WINDOW_STEP
+from kernels.gemv import GEMV
 from kernels.int8_gemm import INT8_GEMM
 from kernels.kv4_pack import KV4_LAYOUT
 from kernels.norm_rope import PLACE
@@ -22,8 +23,10 @@ def kernel_report(device: torch.device, shape: CacheShape, endless: bool = False
 
     Those of the cache only where it has such heads; the 4-bit kernels only where it has 4 bits.
     """
+    attended = (shape.retrieval_heads[0] + shape.streaming_heads[0]) * shape.group * shape.head_dim
     asked: list[tuple[Any, dict[str, Any]]] = [
         (INT8_GEMM, {}),
+        (GEMV, {"dtype": torch.int8, "width": attended}),
         (ACT_QUANT, {}),
         (PLACE, {}),
         (ATTENTION, {"head_dim": shape.head_dim, "dtype": shape.compute_dtype}),

@@ -8,11 +8,14 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from app.config import Settings
 from app.embedded import embedded_model_path
 from app.engine.types import Memory, SamplingParams
 from app.model import OpenModel
 from app.tokenizer import Tokenizer
+from models.evidence import Looked, Question
 
 ANSWER = """The code word is **{word}**. It stands on the last page:
 
@@ -82,13 +85,13 @@ class ScriptedRunner:
     def chunk(self) -> int:
         return self.script.chunk
 
-    def find_evidence_heads(self, prompt: list[int], questions: Any) -> None:
-        pass
-
     def start(self, prompt_ids: Sequence[int], chat_id: str | None, marks: Any = (), tell: Any = None) -> ScriptedSlot:
         kept = self.kept.get(chat_id or "", [])
         same = next((at for at, (a, b) in enumerate(zip(kept, prompt_ids, strict=False)) if a != b), len(kept))
         return ScriptedSlot(self, list(prompt_ids), min(same, len(prompt_ids) - 1))
+
+    def find_evidence_heads(self, prompt: list[int], questions: list[Question]) -> None:
+        pass
 
     def known(self, prompt_ids: Sequence[int]) -> tuple[int, int]:
         return 0, 0
@@ -111,6 +114,7 @@ class ScriptedSlot:
     def __init__(self, runner: ScriptedRunner, prompt: list[int], cached: int) -> None:
         self.runner = runner
         self.cached = cached
+        self.prompt = prompt
         self.ids = prompt[:cached]
         script = runner.script
         words = re.findall(r"code word is (\w+)", script.tokenizer.decode(prompt))
@@ -120,12 +124,6 @@ class ScriptedSlot:
     @property
     def length(self) -> int:
         return len(self.ids)
-
-    def watch(self) -> None:
-        pass
-
-    def looked(self) -> None:
-        return None
 
     def prefill(self, chunk_ids: Sequence[int]) -> None:
         self._work(self.runner.script.chunk_s, chunk_ids)
@@ -137,6 +135,17 @@ class ScriptedSlot:
                 raise self.runner.script.fail_decode
             yield token
             self._work(self.runner.script.token_s, [token])
+
+    def watch(self) -> None:
+        pass
+
+    def looked(self) -> Looked:
+        """All of it at the last code word of the prompt."""
+        pieces = list(map(self.runner.script.tokenizer.raw_bytes, self.prompt))
+        ends = np.cumsum(list(map(len, pieces)))
+        start = b"".join(pieces).rfind(b"code word is")
+        inside = (ends > start) & (ends <= start + 20)
+        return Looked(np.flatnonzero(inside), np.full(int(inside.sum()), 0.1))
 
     def publish(self, chat_id: str) -> None:
         self.runner.kept[chat_id] = self.ids

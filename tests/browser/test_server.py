@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from fastapi import FastAPI
+from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from app.access import Access, Guard, is_local
@@ -141,3 +145,51 @@ def test_uploads_that_nobody_took_are_dropped(uploads: Uploads, monkeypatch: pyt
     assert [path.name for path in _files(uploads)] == [second]
     with pytest.raises(UsageError):
         uploads.take(first)
+
+
+def test_a_folder_is_received_with_its_paths(uploads: Uploads) -> None:
+    client = _upload_client(uploads)
+    files = [("file", (path, content)) for path, content in (("a.py", b"a"), ("deep/er/b.py", b"b"), ("ü.txt", b"c"))]
+    answer = client.put("/uploads", files=files, headers={"x-file-name": "shop"})
+    upload = uploads.take(answer.json()["id"])
+    found = {path.relative_to(upload.path).as_posix(): path.read_bytes() for path in upload.path.rglob("*.*")}
+    assert found == {"a.py": b"a", "deep/er/b.py": b"b", "ü.txt": b"c"}
+    upload.delete()
+    assert _files(uploads) == []
+
+
+@pytest.mark.parametrize("path", ["../up.txt", "a/../../up.txt", "/etc/up.txt", "..\\up.txt", "C:/up.txt"])
+def test_paths_of_a_folder_cannot_lead_out(uploads: Uploads, path: str) -> None:
+    files = [("file", ("good.txt", b"x")), ("file", (path, b"evil"))]
+    answer = _upload_client(uploads).put("/uploads", files=files, headers={"x-file-name": "shop"})
+    assert answer.status_code == 400
+    assert "leads outside" in answer.json()["error"]
+    assert _files(uploads) == []
+
+
+def test_200_mb_are_streamed_to_disk(uploads: Uploads) -> None:
+    uploads.max_bytes = 256 << 20
+    part = bytes(range(256)) * 4096  # 1 MiB
+    before = psutil.Process().memory_info().rss
+    peak = 0
+
+    def parts() -> Iterator[bytes]:
+        nonlocal peak
+        for _ in range(200):
+            yield part
+            peak = max(peak, psutil.Process().memory_info().rss)
+
+    async def receive() -> dict[str, Any]:
+        content = next(sent, b"")
+        return {"type": "http.request", "body": content, "more_body": bool(content)}
+
+    sent = parts()
+    headers = [(b"x-file-name", b"big.txt")]
+    request = Request({"type": "http", "method": "PUT", "path": "/uploads", "headers": headers}, receive)
+    answer = asyncio.run(uploads.receive(request))
+    upload = uploads.take(json.loads(bytes(answer.body))["id"])
+    assert upload.path.stat().st_size == 200 << 20
+    with upload.path.open("rb") as file:
+        file.seek(-len(part), 2)
+        assert file.read() == part
+    assert peak - before < 32 << 20

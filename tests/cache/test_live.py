@@ -54,6 +54,16 @@ def test_equals_the_plain_cache_through_full_blocks_and_a_token_taken_back(poiso
         torch.testing.assert_close(_step(other, *token)[1], _step(plain, *token)[1], rtol=1e-2, atol=1e-2)
 
 
+def test_the_newest_queries_of_watched_heads_are_kept(poisoned):
+    live = LiveCache(BlockPool(SHAPE, 4, torch.device("cpu")), [(2, 5), (0, 1), (2, 0)])
+    for _ in range(2):
+        q, k, v = _token(3)
+        _step(live, q, k, v)
+        kept = live.queries()
+        assert list(kept) == [0, 2]
+        assert torch.equal(kept[0], q[0][:, [1]]) and torch.equal(kept[2], q[2][:, [0, 5]])
+
+
 @pytest.mark.parametrize(
     ("position", "clock"),
     [

@@ -1,0 +1,110 @@
+"""How a chat's answers are written: the form behind "Settings", and what it says back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from html import escape
+from typing import Any
+
+from app.chat import Chat
+from app.engine.sampler import check_sampling
+from app.engine.types import SamplingParams
+from app.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A named way of choosing words, and what to expect of it."""
+
+    name: str
+    what: str
+    sampling: SamplingParams
+
+
+PRESETS = (
+    Preset("Exact", "Always the likeliest word. The same question gets the same answer.", SamplingParams()),
+    Preset("Balanced", "Some variety, no odd words.", SamplingParams(temperature=0.7, top_p=0.95)),
+    Preset("Free", "Lively, and wrong more often.", SamplingParams(temperature=1.0, min_p=0.05)),
+)
+_OF_PRESET = ("temperature", "top_p", "top_k", "min_p")
+
+# Name in SamplingParams, label, step, what it does.
+_NUMBERS = (
+    ("temperature", "Temperature", "0.05", "0 takes the likeliest word; higher numbers vary more."),
+    ("top_p", "Top-p", "0.01", "Chooses among the likeliest words that reach this share together; 1 is off."),
+    ("top_k", "Top-k", "1", "Chooses among this many of the likeliest words; 0 is off."),
+    ("min_p", "Min-p", "0.01", "Leaves out words less likely than this share of the likeliest; 0 is off."),
+    ("repetition_penalty", "Repetition penalty", "0.05", "Above 1, words that the answer has used become less likely."),
+    ("seed", "Seed", "1", "The same number gives the same answer; empty is another each time."),
+    ("max_new_tokens", "Longest answer", "1", "In tokens; empty is as long as the context allows."),
+)
+_WHOLE = ("top_k", "seed", "max_new_tokens")
+
+
+def form(chat: Chat) -> str:
+    """The settings of a chat, in a popover."""
+    presets = "".join(_preset(preset, chat.sampling) for preset in PRESETS)
+    numbers = "".join(_number(chat.sampling, *entry) for entry in _NUMBERS)
+    fixed = bool(chat.turns)
+    note = (
+        "Fixed since the first question; a new chat can have another." if fixed else "Told to the model first of all."
+    )
+    return (
+        '<div id="oc-options" popover data-fresh aria-label="Settings of this chat"><form>'
+        f'<h2>Settings of this chat</h2><div class="oc-presets" role="group" aria-label="Presets">{presets}</div>'
+        f'<label class="oc-option"><span>System prompt</span><textarea name="system" rows="3"'
+        f"{' disabled' if fixed else ''}>{escape(chat.system or '')}</textarea><small>{note}</small></label>"
+        f"<details><summary>Every number</summary>{numbers}</details>"
+        '<div class="oc-form-end"><button type="button" class="oc-quiet" popovertarget="oc-options"'
+        ' popovertargetaction="hide">Cancel</button>'
+        '<button type="submit" class="oc-primary">Keep</button></div></form></div>'
+    )
+
+
+def _preset(preset: Preset, sampling: SamplingParams) -> str:
+    values = {name: getattr(preset.sampling, name) for name in _OF_PRESET}
+    chosen = values == {name: getattr(sampling, name) for name in _OF_PRESET}
+    return (
+        f'<button type="button" class="oc-preset" data-do="preset" aria-pressed="{"true" if chosen else "false"}"'
+        f' data-values="{escape(json.dumps(values))}"><b>{preset.name}</b><span>{preset.what}</span></button>'
+    )
+
+
+def _number(sampling: SamplingParams, name: str, label: str, step: str, what: str) -> str:
+    value = getattr(sampling, name)
+    shown = "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return (
+        f'<label class="oc-option oc-number"><span>{label}</span><input name="{name}" type="number" step="{step}"'
+        f' min="0" value="{shown}"><small>{what}</small></label>'
+    )
+
+
+def take(chat: Chat, text: str) -> None:
+    """Put what the form says into the chat; raises UsageError and changes nothing when a value is wrong."""
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise UsageError("The settings did not arrive whole. Open them again.")
+    numbers = {name: _parsed(name, label, values.get(name, "")) for name, label, _, _ in _NUMBERS}
+    sampling = replace(SamplingParams(), **{name: number for name, number in numbers.items() if number is not None})
+    try:
+        check_sampling(sampling)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    chat.sampling = sampling
+    if not chat.turns and "system" in values:
+        chat.system = str(values["system"]).strip() or None
+
+
+def _parsed(name: str, label: str, text: Any) -> Any:
+    """A number, None where the field is empty."""
+    try:
+        if str(text).strip() == "":
+            return None
+        return int(text) if name in _WHOLE else float(text)
+    except (ValueError, TypeError):
+        kind = "a whole number" if name in _WHOLE else "a number"
+        raise UsageError(f"{label} is {str(text)[:40]!r}; it must be {kind}.") from None
