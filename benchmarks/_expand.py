@@ -31,6 +31,8 @@ def _expand(codes, scales, out, tokens, heads, D: tl.constexpr, TILE: tl.constex
 class ExpandedCache:
     """A full cache of `tokens` for the decoder's one-token steps; windows and appending are left out, in its favour."""
 
+    heads_dtype = torch.float32
+
     def __init__(self, shape: CacheShape, tokens: int, device: torch.device, attend: Callable[..., Tensor]) -> None:
         self.shape = shape
         self._tokens = tokens

@@ -136,6 +136,8 @@ def _check(decoder: Decoder, graph: DecodeGraph, cache: DuoCache) -> float:
 class _Both:
     """A step through the live cache and the plain one; what the live one says goes on."""
 
+    heads_dtype = torch.float32
+
     def __init__(self, live: LiveCache, plain: DuoCache) -> None:
         self.shape = plain.shape
         self.errors: list[float] = []
