@@ -340,17 +340,17 @@ class ChatService:
         if self._loaded is not None and (snapshots := self._loaded.snapshots) is not None:
             snapshots.drop(lambda snapshot: label in snapshot.labels)
 
-    def memory_begins(self, chat: Chat, length: int = 0) -> MemoryBegins | None:
+    def memory_begins(self, chat: Chat, prompt: int = 0, answer: int = 0) -> MemoryBegins | None:
         """Where the memory of an endless chat begins; None while nothing is forgotten.
 
-        `length`: tokens of the chat with a turn that still runs, 0 when none does.
+        `prompt` and `answer`: while a turn runs, the tokens of its whole prompt and of its answer so far.
         """
         loaded = self._need()
         if loaded.engine.runner.capacity is not None:
             return None
         turns = tuple(chat.turns)
         known = sum(len(turn.prompt_ids) + len(turn.answer_ids) for turn in turns)
-        first = max(known, length) - loaded.recent
+        first = max(known, prompt + answer) - loaded.recent
         if first <= loaded.sink:
             return None
         at = first
@@ -360,7 +360,7 @@ class ChatService:
                     words = loaded.words(ids[at : at + _WORDS])
                     return MemoryBegins(first - loaded.sink, loaded.sink, index, in_answer, words)
                 at -= len(ids)
-        return MemoryBegins(first - loaded.sink, loaded.sink, len(turns), False, "")
+        return MemoryBegins(first - loaded.sink, loaded.sink, len(turns), first >= prompt, "")
 
     def _submit(
         self,

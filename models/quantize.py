@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from models.decoder import Decoder, Layer
 from models.errors import UnsupportedModel
 from models.turn import rotate_values, scale_gated, scale_values, turn_gated, turn_residual
 from quant import kv4
-from quant.calibrate import as_quantized, balance, gram, product_error, round_weight
+from quant.calibrate import balance, gram, product_error, round_weight
 from quant.formats import OWN, QuantizedWeight
 from quant.w8a8 import DenseLinear, Rows, W8A8Linear, quantize_weight
 
@@ -216,28 +216,29 @@ class _Calibration:
         """The layer in int8, its scales and rounding chosen; the sample then moves through it."""
         config, layer = self._config, make_layer(self._config, dict(parts), self._mask, _watch)
         self._run(layer)
-        attention, output, mlp, down = (
-            linear.seen()
-            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
-            if isinstance(linear, _Watched)
-        )
-        del layer
+        linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
+        attention, output, mlp, down = (linear.seen() for linear in linears if isinstance(linear, _Watched))
+        del layer, linears
+        size = config.intermediate_size
+        factor = self._choose_gated(parts["mlp.down_proj.weight"], down)
+        if factor is None:
+            grams = gram(down)
+        else:
+            scale_gated(config, parts, factor)
+            scale = factor
+            grams = gram(down, lambda rows: turn_gated(turn_gated(rows, size, back=True) * scale, size))
+        del down  # the widest: gone before the next is looked at
+        done = _rounded(parts, ("mlp.down_proj",), grams)
         factor = self._choose(parts["self_attn.o_proj.weight"], output, config.num_kv_heads)
         if factor is not None:
             scale_values(config, parts, factor)
-            output = output * factor.repeat_interleave(output.shape[1] // len(factor))
-        factor = self._choose_gated(parts["mlp.down_proj.weight"], down)
-        if factor is not None:
-            scale_gated(config, parts, factor)
-            down = turn_gated(turn_gated(down, config.intermediate_size, back=True) * factor, config.intermediate_size)
-        done: Parts = {}
+            output.mul_(factor.repeat_interleave(output.shape[1] // len(factor)))
         for names, rows in (
-            (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), attention),
             (("self_attn.o_proj",), output),
+            (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), attention),
             (("mlp.gate_proj", "mlp.up_proj"), mlp),
-            (("mlp.down_proj",), down),
         ):
-            done |= dict(_rounded({name: parts.pop(f"{name}.weight") for name in names}, gram(as_quantized(rows))))
+            done |= _rounded(parts, names, gram(rows))
         done |= parts
         self.advance(done)
         return done
@@ -288,11 +289,14 @@ def _watch(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> _Watched:
     return _Watched(weight, bias)
 
 
-def _rounded(weights: dict[str, Tensor], gram: Tensor) -> Iterator[tuple[str, QuantizedWeight]]:
-    """Weights with one input, rounded together."""
+def _rounded(parts: dict[str, Tensor], names: Sequence[str], gram: Tensor) -> Parts:
+    """Takes weights with one input out of `parts` and rounds them together."""
+    weights = {f"{name}.weight": parts.pop(f"{name}.weight") for name in names}
     joined = round_weight(torch.cat(list(weights.values())), gram)
+    done: Parts = {}
     start = 0
     for name, weight in weights.items():
         end = start + len(weight)
-        yield f"{name}.weight", QuantizedWeight(joined.codes[start:end], joined.scale[start:end])
+        done[name] = QuantizedWeight(joined.codes[start:end], joined.scale[start:end])
         start = end
+    return done

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from quant.w8a8 import quantize_weight
 _DAMPING = 0.01  # of the mean diagonal, as GPTQ has it
 _BLOCK = 64  # columns rounded before the rest is corrected in one product
 _WIDEST_SCALE = 64.0  # a channel that is silent in the sample must not get a scale without bounds
+_PIECE = 2048  # rows of activations copied at a time
 _WIDEST_DOUBLE = 4096  # input channels up to which the factorisation runs in float64
 
 
@@ -21,9 +24,13 @@ def as_quantized(x: Tensor) -> Tensor:
     return codes * scale
 
 
-def gram(x: Tensor) -> Tensor:
-    """x^T x [in, in] of activations x [n, in]."""
-    return x.T @ x
+def gram(x: Tensor, change: Callable[[Tensor], Tensor] = lambda rows: rows) -> Tensor:
+    """x^T x [in, in] of activations x [n, in] as an int8 layer sees them after `change`, piece by piece."""
+    total = x.new_zeros(x.shape[1], x.shape[1])
+    for piece in x.split(_PIECE):
+        seen = as_quantized(change(piece))
+        total.addmm_(seen.T, seen)
+    return total
 
 
 def round_weight(weight: Tensor, gram: Tensor) -> QuantizedWeight:
@@ -62,15 +69,17 @@ def _inverse_root(gram: Tensor) -> Tensor | None:
     mean = gram.diagonal().mean().item()
     if not mean > 0:
         return None
-    work = gram.to(torch.float64 if size <= _WIDEST_DOUBLE else torch.float32)
+    dtype = torch.float64 if size <= _WIDEST_DOUBLE else torch.float32
     for damping in (_DAMPING, 10 * _DAMPING, 100 * _DAMPING):
-        damped = work + torch.eye(size, dtype=work.dtype, device=work.device) * (damping * mean)
-        root, failed = torch.linalg.cholesky_ex(damped)
+        work = gram.to(dtype, copy=True)  # three matrices of this size at a time, no more
+        work.diagonal().add_(damping * mean)
+        work, failed = torch.linalg.cholesky_ex(work)
         if failed:
             continue
-        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(root), upper=True)
+        work = torch.cholesky_inverse(work)
+        work, failed = torch.linalg.cholesky_ex(work, upper=True)
         if not failed:
-            return upper.to(torch.float32)
+            return work.to(torch.float32)
     return None
 
 

@@ -326,10 +326,11 @@ class _Answer:
         prompt, slot = self._job.request.prompt_ids, self._slot
         total, cached = len(prompt), slot.cached
         self._job.events.put(Progress(cached, total, cached, 0.0, cost.seconds(cached, total) or 0.0))
-        for start in range(cached, total, chunk):
+        # Chunks end where those of a run without a cache end, so that both round alike.
+        for end in [*range(cached + chunk - cached % chunk, total, chunk), total]:
             if self._job.cancelled:
                 return False
-            end = min(start + chunk, total)
+            start = slot.length
             before = time.perf_counter()
             slot.prefill(prompt[start:end])
             seconds = time.perf_counter() - before

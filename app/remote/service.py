@@ -170,7 +170,7 @@ class RemoteService(ChatService):
             "settings": {"engine": f"OpenAI-compatible server at {self._engine.base_url}"},
         }
 
-    def memory_begins(self, chat: Chat, length: int = 0) -> MemoryBegins | None:
+    def memory_begins(self, chat: Chat, prompt: int = 0, answer: int = 0) -> MemoryBegins | None:
         """None: whether another server forgets is not told."""
         return None
 

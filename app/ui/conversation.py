@@ -63,8 +63,9 @@ class Conversation:
         if not self.service.ready:
             return None
         running = self.running
-        length = running.progress.total + running.tokens if running is not None and running.progress is not None else 0
-        return self.service.memory_begins(self.chat, length)
+        if running is None or running.progress is None:
+            return self.service.memory_begins(self.chat)
+        return self.service.memory_begins(self.chat, running.progress.total, running.tokens)
 
     def suggest(self, plan: PlanView) -> tuple[Attachment, int, int] | None:
         """Pages of the largest document that should fit, judged by their share of its text; None when none would."""

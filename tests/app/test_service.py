@@ -393,7 +393,10 @@ def test_an_endless_context_never_fills_and_tells_where_its_memory_begins(start:
     assert service.memory_begins(chat, 104) is None  # the first 4 and the last 100: nothing is missing
     running = service.memory_begins(chat, 105)
     assert running is not None
-    assert (running.forgotten, running.turn, running.words) == (1, 0, "")
+    assert (running.forgotten, running.turn, running.in_answer, running.words) == (1, 0, False, "")
+    running = service.memory_begins(chat, 50, 150)
+    assert running is not None
+    assert (running.forgotten, running.turn, running.in_answer) == (96, 0, True)
 
     finish(service.ask(chat, long, [document]))
     begins = service.memory_begins(chat)

@@ -18,7 +18,7 @@ from models.errors import UnsupportedModel
 from models.quantize import quantize_checkpoint
 from models.turn import rotate_values, scale_gated, scale_values, turn_residual
 from quant import formats
-from quant.calibrate import as_quantized, gram, product_error, round_weight
+from quant.calibrate import gram, product_error, round_weight
 from quant.formats import QuantizedWeight
 from quant.w8a8 import quantize_weight
 from tests.models.tiny import HF, SIZES, parameters, tiny_model
@@ -162,7 +162,7 @@ def test_rounding_by_error_beats_the_nearest_on_what_it_was_shown_and_on_more():
     mixing = torch.randn(96, 96) * torch.logspace(0, -2, 96)[:, None]
     shown, more = (torch.randn(4000, 96) @ mixing for _ in range(2))
     weight = torch.randn(50, 96)
-    ours, nearest = round_weight(weight, gram(as_quantized(shown))), QuantizedWeight(*quantize_weight(weight))
+    ours, nearest = round_weight(weight, gram(shown)), QuantizedWeight(*quantize_weight(weight))
     assert torch.equal(ours.scale, nearest.scale)
 
     def error(rounded, x):

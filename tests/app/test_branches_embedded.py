@@ -1,0 +1,117 @@
+"""Branches of a chat with the embedded model: each equals a fresh run, token for token, and reads no document twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from app.chat import Chat
+from app.config import Settings
+from app.documents import Document
+from app.engine.types import SamplingParams
+from app.service import ChatService
+
+GREEDY = SamplingParams(max_new_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatService]:
+    folder = tmp_path_factory.mktemp("cache")
+    service = ChatService(Settings(model="embedded", context=4096, cache_dir=folder))
+    service.load()
+    assert service.load_error is None
+    yield service
+    service.close()
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory, prose: str) -> Document:
+    path = tmp_path_factory.mktemp("texts") / "manual.txt"
+    path.write_text(prose[:4000], encoding="utf-8")
+    return ChatService(Settings()).add_document(path)
+
+
+def _ask(service: ChatService, chat: Chat, question: str, document: Document | None = None) -> tuple[int, ...]:
+    """Tokens that were read for a question; the answer is the chat's last."""
+    done = service.ask(chat, question, [document] if document else [], GREEDY).result()
+    return done.usage.prompt_tokens - done.usage.cached_tokens, *chat.turns[-1].answer_ids
+
+
+def test_every_branch_equals_a_fresh_run_and_reads_no_document_twice(service: ChatService, document: Document) -> None:
+    tokens = service.count_tokens(document)
+    assert tokens > 800
+    chat = service.new_chat()
+    first_read, *_ = _ask(service, chat, "What is the subject?", document)
+    assert first_read > tokens
+    _ask(service, chat, "Which statements are named?")
+    first, _ = chat.turns
+
+    reads = {}
+    answers: dict[tuple[str, ...], list[int]] = {}
+
+    def note(asked: Chat, what: str, read: int, *answer: int) -> None:
+        reads[what] = read
+        answers[tuple(turn.question for turn in asked.turns)] = list(answer)
+
+    chat.head = first.id
+    note(chat, "edited", *_ask(service, chat, "Name one statement, please."))
+    chat.head = None
+    note(chat, "first edited", *_ask(service, chat, "Summarise all of it for a beginner.", document))
+    fork = service.fork(chat, first.id)
+    note(fork, "fork", *_ask(service, fork, "What comes next?"))
+    other = service.new_chat()
+    note(other, "another chat", *_ask(service, other, "Who would read this, and what for?", document))
+    assert max(reads.values()) < 200, reads  # the questions, and the rest of a block: never the document
+
+    alone = ChatService(replace(service.settings, library_quota=0.0))
+    alone.load()
+    try:
+        for questions, answer in answers.items():
+            runner = alone._need().engine.runner
+            while runner.prefixes.drop_oldest():
+                pass
+            fresh = alone.new_chat()
+            for question in questions:
+                _, *told = _ask(alone, fresh, question, document)
+            assert told == answer, questions
+    finally:
+        alone.close()
+
+
+def test_a_second_service_opens_the_document_from_disk(service: ChatService, document: Document) -> None:
+    chat = service.new_chat()
+    _ask(service, chat, "What is the subject?", document)
+    snapshots = service._need().snapshots
+    assert snapshots is not None
+    snapshots.flush()
+    label = chat.turns[0].sources[0].label
+    assert service.saved_bytes(label) > 0
+    again = ChatService(service.settings)
+    again.load()
+    try:
+        fresh = again.new_chat()
+        plan = again.plan(fresh, [document], "What is the subject?")
+        assert plan.stored_tokens > 800
+        read, *answer = _ask(again, fresh, "What is the subject?", document)
+        assert read < 200
+        assert tuple(answer) == chat.turns[0].answer_ids
+        again.forget(label)
+        assert again.saved_bytes(label) == 0
+    finally:
+        again.close()
+
+
+def test_a_saved_chat_goes_on_after_a_restart(service: ChatService, document: Document, tmp_path: Path) -> None:
+    owner = service.library.owner("a browser's secret")
+    chat = service.new_chat()
+    _ask(service, chat, "What is the subject?", document)
+    owner.save_chat(chat)
+    back = owner.open_chat(chat.id)
+    assert back is not None
+    read, *answer = _ask(service, back, "Which statements are named?")
+    assert read < 200
+    _, *straight = _ask(service, chat, "Which statements are named?")
+    assert answer == straight
