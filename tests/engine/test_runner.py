@@ -174,8 +174,8 @@ def test_an_answer_tells_where_it_looked(runner, prose_ids):
     prompt = prose_ids[:700]
     slot = runner.start(prompt, None)
     slot.watch()
-    logits = _read(runner, slot, prompt)
-    _greedy(slot, logits, 3)
+    _read(runner, slot, prompt)
+    _greedy(slot, 3)
     looked = slot.looked()
     assert np.array_equal(looked.positions, np.arange(700))
     assert looked.masses.sum() == pytest.approx(1, abs=1e-3) and (looked.masses >= 0).all()
