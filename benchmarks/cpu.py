@@ -80,7 +80,8 @@ def main(argv: list[str]) -> int:
                 measured[name].append(side.run(prompt))
         if _llama_cpp.installed():
             try:
-                measured["llama.cpp"] = _llama_cpp.run(path, prompt, args.threads, DECODED, REPEATS)
+                name, runs = _llama_cpp.run(path, prompt, args.threads, DECODED, REPEATS)
+                measured[name] = runs
             except RuntimeError as error:
                 print(error)
         for name, runs in measured.items():

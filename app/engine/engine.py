@@ -95,7 +95,7 @@ def answer_room(prompt_tokens: int, capacity: int | None, wanted: int | None) ->
 
 
 @dataclass(eq=False)
-class _Job:
+class Job:
     """A request on its way; the worker and the consumer's `Generation` share it."""
 
     request: GenerationRequest
@@ -112,7 +112,7 @@ class Generation:
     Leaving the loop early, closing the iterator or dropping the object cancels the request.
     """
 
-    def __init__(self, engine: Engine, job: _Job) -> None:
+    def __init__(self, engine: Engine, job: Job) -> None:
         self._engine = engine
         self._job = job
         self._ended = False
@@ -174,8 +174,8 @@ class Engine:
         self.timings = Timings()
         self.totals = Totals()
         self._detok_factory = detok_factory
-        self._queue: deque[_Job] = deque()
-        self._running: _Job | None = None
+        self._queue: deque[Job] = deque()
+        self._running: Job | None = None
         self._closed = False
         self._changed = threading.Condition(threading.RLock())
         self._thread = threading.Thread(target=self._work, name="octavo-engine", daemon=True)
@@ -197,7 +197,7 @@ class Engine:
         if not request.prompt_ids:
             raise ValueError("The prompt is empty.")
         check_sampling(request.sampling)
-        job = _Job(request, on_done)
+        job = Job(request, on_done)
         with self._changed:
             if self._closed:
                 raise OctavoError("The engine is closed.")
@@ -219,7 +219,7 @@ class Engine:
             self._thread.join()
             self.runner.close()
 
-    def _cancel(self, job: _Job) -> None:
+    def _cancel(self, job: Job) -> None:
         with self._changed:
             job.cancelled = job.cancelled or not job.finished.is_set()
             if job not in self._queue:
@@ -252,7 +252,7 @@ class Engine:
             self._finish(job, event)
             del job, event  # nothing of a request outlives it here while the worker waits
 
-    def _finish(self, job: _Job, event: Event) -> None:
+    def _finish(self, job: Job, event: Event) -> None:
         if isinstance(event, Done) and job.on_done is not None:
             try:
                 job.on_done(event)
@@ -262,11 +262,11 @@ class Engine:
         job.finished.set()  # first: whoever gets the last event may ask again at once
         job.events.put(event)
 
-    def _cancelled(self, job: _Job) -> Done:
+    def _cancelled(self, job: Job) -> Done:
         usage = Usage(prompt_tokens=len(job.request.prompt_ids))
         return Done("cancelled", "", (), usage, Timings(), self.runner.memory())
 
-    def _run(self, job: _Job) -> Done:
+    def _run(self, job: Job) -> Done:
         request = job.request
         prompt = request.prompt_ids
         room = answer_room(len(prompt), self.runner.capacity, request.sampling.max_new_tokens)
@@ -315,7 +315,7 @@ class _Stopped(Exception):
 class _Answer:
     """The reading of one prompt and the writing of its answer."""
 
-    def __init__(self, job: _Job, slot: Slot, room: int | None, detokenizer: Detokenizer, endless: bool) -> None:
+    def __init__(self, job: Job, slot: Slot, room: int | None, detokenizer: Detokenizer, endless: bool) -> None:
         self.ids: list[int] = []
         self.parts: list[str] = []
         self._job = job

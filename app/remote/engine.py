@@ -11,7 +11,7 @@ from typing import Any
 
 import openai
 
-from app.engine.engine import Generation, _Job
+from app.engine.engine import Generation, Job
 from app.engine.stats import Totals
 from app.engine.types import Done, Failed, FinishReason, GenerationRequest, Memory, Progress, Timings, Token, Usage
 from app.errors import OctavoError
@@ -68,7 +68,7 @@ class RemoteEngine:
 
     def submit(self, body: dict[str, Any], prompt_tokens: int, on_done: Callable[[Done], None]) -> Generation:
         """Ask for an answer: `body` as the API has it, with "messages" or "prompt"; `prompt_tokens` is an estimate."""
-        job = _Job(GenerationRequest(()), on_done)
+        job = Job(GenerationRequest(()), on_done)
         job.events.put(Progress(0, prompt_tokens, 0, 0.0, 0.0))
         running = asyncio.run_coroutine_threadsafe(self._run(job, body), self._loop)
         self._running.add(running)
@@ -82,7 +82,7 @@ class RemoteEngine:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
 
-    async def _run(self, job: _Job, body: dict[str, Any]) -> None:
+    async def _run(self, job: Job, body: dict[str, Any]) -> None:
         answer = _Parts()
         try:
             event: Done | Failed
@@ -102,7 +102,7 @@ class RemoteEngine:
         job.finished.set()
         job.events.put(event)
 
-    async def _stream(self, job: _Job, body: dict[str, Any], answer: _Parts) -> None:
+    async def _stream(self, job: Job, body: dict[str, Any], answer: _Parts) -> None:
         create: Any = self._client.chat.completions if "messages" in body else self._client.completions
         async with await create.create(**body, stream=True, stream_options={"include_usage": True}) as stream:
             async for chunk in stream:
@@ -165,7 +165,7 @@ class _Parts:
 class _RemoteGeneration(Generation):
     """A Generation whose end is the end of a connection."""
 
-    def __init__(self, job: _Job, running: Future[None]) -> None:
+    def __init__(self, job: Job, running: Future[None]) -> None:
         self._job = job
         self._running = running
         self._ended = False

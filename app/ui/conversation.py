@@ -86,6 +86,15 @@ class Conversation:
             if attachment.tokens is None and self.service.ready:
                 attachment.tokens = self.service.count_tokens(attachment.source)
 
+    def read_earlier(self, attachment_id: str) -> None:
+        """Move a document of the shelf one place up: documents are read in its order."""
+        shelf = list(self.shelf)
+        for at in range(1, len(shelf)):
+            if shelf[at].id == attachment_id:
+                shelf[at - 1 : at + 1] = shelf[at], shelf[at - 1]
+                break
+        self.shelf = shelf
+
     def use(self, label: str) -> bool:
         """Put a document of the library on the shelf; false when its text is gone."""
         document = self.owner.open(label)

@@ -207,6 +207,10 @@ class Handlers:
                     yield await self._everything(session)
             case "source" if wanted in conversation.chat.tree:
                 yield {parts.source: await asyncio.to_thread(self._source, session, wanted, value)}
+            case "earlier":
+                conversation.read_earlier(wanted)
+                yield {parts.shelf: views.shelf(conversation.shelf)}
+                yield await self._after_documents(session)
             case "options":
                 yield {parts.options: options.form(conversation.chat)}
             case "keep":

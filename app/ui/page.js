@@ -170,6 +170,7 @@ const actions = {
   },
   suggest: () => trigger("suggested"),
   remove: (button) => trigger("removed", { id: idOf(button) }),
+  earlier: (button) => act("earlier", idOf(button)),
   side: () => side(document.body.dataset.side === "closed", true),
   open: (button) => {
     act("open", idOf(button));

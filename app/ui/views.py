@@ -85,11 +85,11 @@ def shelf(attachments: list[Attachment]) -> str:
     """The documents that wait for the next question, a card each."""
     if not attachments:
         return ""
-    cards = "".join(_card(attachment) for attachment in attachments)
+    cards = "".join(_card(attachment, movable=at > 0) for at, attachment in enumerate(attachments))
     return f'<ul class="oc-shelf" aria-label="Documents for the next question">{cards}</ul>'
 
 
-def _card(attachment: Attachment) -> str:
+def _card(attachment: Attachment, movable: bool) -> str:
     name = escape(attachment.name)
     document = attachment.document
     if attachment.error:
@@ -109,9 +109,15 @@ def _card(attachment: Attachment) -> str:
         '<svg viewBox="0 0 20 20" aria-hidden="true"><path d="M5 5l10 10M15 5L5 15" stroke="currentColor"'
         ' stroke-width="1.6" stroke-linecap="round"/></svg></button>'
     )
+    earlier = (
+        f'<button type="button" class="oc-remove oc-earlier" data-do="earlier" aria-label="Read {name} earlier"'
+        ' title="Read earlier"><svg viewBox="0 0 20 20" aria-hidden="true"><path d="M10 16V4M5 9l5-5 5 5" fill="none"'
+        ' stroke="currentColor" stroke-width="1.6" stroke-linecap="round" stroke-linejoin="round"/></svg></button>'
+    )
+    buttons = ("" if kind == "oc-busy" else remove) + (earlier if movable and document is not None else "")
     return (
         f'<li class="oc-card {kind}" data-id="{attachment.id}"><div class="oc-name" title="{name}">{name}</div>'
-        f'<div class="oc-facts">{facts}</div>{"" if kind == "oc-busy" else remove}</li>'
+        f'<div class="oc-facts">{facts}</div>{buttons}</li>'
     )
 
 

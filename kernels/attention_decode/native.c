@@ -108,24 +108,52 @@ static inline __attribute__((always_inline)) void see_packed(const float *q, con
     }
 }
 
+/* The sum of each of 16 vectors, in its lane. */
+static inline __m512 sums16(const __m512 v[16]) {
+    __m512 quarter[4];
+    for (int i = 0; i < 4; i++) {
+        const __m512 *w = v + 4 * i;
+        __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(w[0], w[1]), _mm512_unpackhi_ps(w[0], w[1]));
+        __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(w[2], w[3]), _mm512_unpackhi_ps(w[2], w[3]));
+        __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));
+        __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));
+        quarter[i] = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+    }
+    __m512 a = _mm512_add_ps(_mm512_shuffle_f32x4(quarter[0], quarter[1], 0x88),
+                             _mm512_shuffle_f32x4(quarter[0], quarter[1], 0xdd));
+    __m512 b = _mm512_add_ps(_mm512_shuffle_f32x4(quarter[2], quarter[3], 0x88),
+                             _mm512_shuffle_f32x4(quarter[2], quarter[3], 0xdd));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+
 /* Up to 128 tokens as they are: k, v fp16 [tokens, d]. */
 static void see_exact(const float *q, int count, int d, const uint16_t *k, const uint16_t *v, int tokens, State *state) {
-    float scores[QUERIES][BLOCK];
-    for (int i = 0; i < count; i++) {
+    float scores[QUERIES][BLOCK], keys[LANES * WIDEST];
+    for (int t = 0; t < tokens; t += LANES) {
+        int here = (int)least(LANES, tokens - t);
+        for (int i = 0; i < here * d; i += LANES) _mm512_storeu_ps(keys + i, from_half(k + t * d + i));
+        for (int i = 0; i < count; i++) {
+            __m512 products[LANES];
+            for (int j = 0; j < LANES; j++) {
+                products[j] = _mm512_setzero_ps();
+                for (int c = 0; c < d && j < here; c += LANES)
+                    products[j] = _mm512_fmadd_ps(_mm512_loadu_ps(q + i * d + c), _mm512_loadu_ps(keys + j * d + c),
+                                                  products[j]);
+            }
+            __m512 none = _mm512_set1_ps(-INFINITY);
+            _mm512_storeu_ps(scores[i] + t, _mm512_mask_mov_ps(none, lanes(here), sums16(products)));
+        }
+    }
+    for (int i = 0; i < count; i++) weigh(scores[i], tokens, state, i, d);
+    for (int c = 0; c < d; c += LANES) {
+        __m512 sums[QUERIES];
+        for (int i = 0; i < QUERIES; i++) sums[i] = _mm512_loadu_ps(state->out[i < count ? i : 0] + c);
         for (int t = 0; t < tokens; t++) {
-            __m512 sum = _mm512_setzero_ps();
-            for (int c = 0; c < d; c += LANES)
-                sum = _mm512_fmadd_ps(_mm512_loadu_ps(q + i * d + c), from_half(k + t * d + c), sum);
-            scores[i][t] = _mm512_reduce_add_ps(sum);
+            __m512 value = from_half(v + t * d + c);
+            for (int i = 0; i < QUERIES; i++) /* queries that are not there repeat the first: no branches */
+                sums[i] = _mm512_fmadd_ps(_mm512_set1_ps(scores[i < count ? i : 0][t]), value, sums[i]);
         }
-        for (int t = tokens; t % LANES; t++) scores[i][t] = -INFINITY;
-        weigh(scores[i], tokens, state, i, d);
-        for (int c = 0; c < d; c += LANES) {
-            __m512 sum = _mm512_loadu_ps(state->out[i] + c);
-            for (int t = 0; t < tokens; t++)
-                sum = _mm512_fmadd_ps(_mm512_set1_ps(scores[i][t]), from_half(v + t * d + c), sum);
-            _mm512_storeu_ps(state->out[i] + c, sum);
-        }
+        for (int i = 0; i < count; i++) _mm512_storeu_ps(state->out[i] + c, sums[i]);
     }
 }
 

@@ -85,6 +85,13 @@ def test_a_stored_document_is_asked_about_by_id(client: openai.OpenAI) -> None:
     assert again.usage.prompt_tokens_details is not None
     assert again.usage.prompt_tokens_details.cached_tokens >= usage.prompt_tokens - 128
 
+    # Another question about the same document reads the question alone, and its ending.
+    other = ask({"type": "file", "file": {"file_id": file.id}}, "Who wrote the ships down?")
+    fresh = client.chat.completions.create(model=MODEL, messages=other, max_tokens=5).usage
+    assert fresh is not None
+    assert fresh.prompt_tokens_details is not None
+    assert (fresh.prompt_tokens_details.cached_tokens or 0) > fresh.prompt_tokens - 128
+
     assert client.files.delete(file.id).deleted
     for gone in (lambda: client.files.retrieve(file.id), lambda: client.files.delete(file.id)):
         with pytest.raises(openai.NotFoundError):

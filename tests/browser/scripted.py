@@ -139,6 +139,9 @@ class ScriptedSlot:
             yield token
             self._work(self.runner.script.token_s, [token])
 
+    def settle(self, least: int) -> int:
+        return self.length
+
     def watch(self) -> None:
         pass
 
