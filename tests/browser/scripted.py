@@ -129,9 +129,6 @@ class ScriptedSlot:
         self._work(self.runner.script.chunk_s, chunk_ids)
         self.runner.script.chunks += 1
 
-    def settle(self, least: int) -> int:
-        return self.length
-
     def answer(self, sampling: SamplingParams, room: int | None) -> Generator[int]:
         for token in self.tokens[:room]:
             if self.runner.script.fail_decode is not None:
