@@ -22,11 +22,11 @@ _NO_PATTERN = "This model has no head pattern in use: every head is treated alik
 def heads_panel(service: ChatService, session: gr.State) -> None:
     """A closed panel; what it shows is made when it is opened."""
     with gr.Accordion("Heads and self-test", open=False, elem_id="oc-heads") as panel:
-        picture = gr.HTML("", elem_id="oc-heads-picture", apply_default_css=False)
         ratio = gr.Slider(0, 1, value=0.5, step=0.05, label="Retrieval ratio: what would it cost?", visible=False)
         preview = gr.Markdown("", elem_id="oc-heads-preview")
         test = gr.Button("Does the model see all of this document?", size="sm", elem_id="oc-self-test")
         chart = gr.HTML("", elem_id="oc-depths", apply_default_css=False)
+        picture = gr.HTML("", elem_id="oc-heads-picture", apply_default_css=False)
 
     def context() -> int:
         return int(service.status()["context_capacity"])
@@ -65,7 +65,7 @@ def heads_panel(service: ChatService, session: gr.State) -> None:
 
     quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
     panel.expand(opened, None, [picture, ratio, preview], **quiet)
-    ratio.release(previewed, [ratio], [preview], **quiet)
+    ratio.input(previewed, [ratio], [preview], trigger_mode="always_last", **quiet)
     test.click(tested, [session], [chart], concurrency_limit=1, **quiet)
 
 
