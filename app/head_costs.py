@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from models.cache.plan import weights_bytes
 from models.config import ModelConfig
 from models.heads import HeadPattern
 from quant.w8a8 import dense_dtype, int8_head
+
+_STEPS = 20  # of the curve
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,34 @@ class RatioCost:
             f"{self.read_bytes / 1e6:,.0f} MB ({change(self.read_bytes, other.read_bytes)}), and reading the prompt "
             f"takes {self.attention:.0%} of full attention's arithmetic ({change(self.attention, other.attention)})."
         )
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A model's pattern with what its costs depend on."""
+
+    config: ModelConfig
+    pattern: HeadPattern
+    settings: Settings
+    device: torch.device
+
+    def preview(self, ratio: float, context: int) -> str:
+        """What another ratio would cost and save, beside the one in force, and how to get it."""
+        now, then = (
+            ratio_cost(self.config, self.pattern, self.settings, each, context, self.device)
+            for each in (self.settings.retrieval_ratio, ratio)
+        )
+        return then.against(now)
+
+    def picture(self, context: int) -> bytes:
+        """A PNG, see `draw`."""
+        costs = [
+            ratio_cost(self.config, self.pattern, self.settings, i / _STEPS, context, self.device)
+            for i in range(_STEPS + 1)
+        ]
+        ratio, file = self.settings.retrieval_ratio, io.BytesIO()
+        draw(self.pattern, self.pattern.retrieval_mask(ratio), costs, ratio, file)
+        return file.getvalue()
 
 
 def ratio_cost(

@@ -19,6 +19,7 @@ from app.engine.detokenize import TokenBytes
 from app.engine.runner import build_runner
 from app.engine.sizing import CHUNKS, resolve_shape
 from app.errors import OctavoError, UsageError
+from app.head_costs import Heads
 from app.prompt import PromptTokenizer
 from app.tokenizer import Tokenizer
 from models.cache.plan import MemoryPlan, plan_memory
@@ -79,6 +80,7 @@ class OpenModel:
     quadratic_cost: float = 0.0
     note: str = ""
     pattern_note: str = ""
+    heads: Heads | None = None  # where there is a head pattern in use
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ def open_model(settings: Settings, progress: LoadProgress) -> OpenModel:
         quadratic_cost=_quadratic_cost(config, runner.describe()["retrieval_ratio"]),
         note=note,
         pattern_note=pattern_note,
+        heads=Heads(config, pattern, settings, runner.decoder.device) if pattern and settings.mode == "duo" else None,
     )
 
 

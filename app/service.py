@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,10 @@ from app.engine.snapshots import SnapshotStore
 from app.engine.stats import CostModel, Totals
 from app.engine.types import Done, GenerationRequest, Mark, SamplingParams
 from app.errors import ContextTooLong, NotReady, UsageError
+from app.evaluation.examiner import Examiner
+from app.evaluation.selftest import Seen, self_test
 from app.evidence import Source, find_ids, passages, quotes
+from app.head_costs import Heads
 from app.library import Library
 from app.model import LoadProgress, OpenModel, open_model
 from app.probe import build_probe
@@ -323,6 +326,19 @@ class ChatService:
             "totals": asdict(loaded.engine.totals),
             "settings": runner.describe(),
         }
+
+    @property
+    def heads(self) -> Heads | None:
+        """The loaded model's head pattern and what other ratios would cost; None where it has none."""
+        return self._loaded.model.heads if self._loaded is not None else None
+
+    def self_test(self, document: Document | Selection, count: int) -> Iterator[Seen]:
+        """Plants `count` facts in a document and asks for each: what of the document the model really sees."""
+        if self.settings.engine != "own":
+            raise UsageError("The self-test needs the own engine, not another server.")
+        loaded = self._need()
+        source = document if isinstance(document, Selection) else Selection.whole(document)
+        yield from self_test(Examiner(loaded.model, loaded.engine), source.text, count)
 
     def saved_bytes(self, label: str | None = None) -> int:
         """Bytes on disk of what was read of a document, or of everything; 0 where nothing is saved."""

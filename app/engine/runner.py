@@ -83,7 +83,8 @@ class Slot:
             self._read(chunk_ids[:upto])
             chunk_ids = chunk_ids[upto:]
             self._runner.prefixes.keep(self._prompt[: self.length], self._cache.fork(), None)
-            self._save((mark.label,), wait=True)
+            if mark.label:
+                self._save((mark.label,), wait=True)
             if not chunk_ids:
                 return
         if self.length + len(chunk_ids) == len(self._prompt):

@@ -29,7 +29,10 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Mark:
-    """A place in a prompt where a document ends, `position` tokens from its start; `label` is the document's."""
+    """A place in a prompt where a document ends, `position` tokens from its start.
+
+    `label` is the document's; without one it is kept in memory only.
+    """
 
     position: int
     label: str

@@ -17,13 +17,13 @@ from app.prompt import PromptBuilder
 
 
 class Examiner:
-    """One model for many prompts; greedy answers.
+    """One model for many prompts; greedy answers. `engine` is the model's where it has one already.
 
     Prompts that begin the same are read once up to there: whoever is asked first names the place, and every later one
     starts from a fork of the cache. Windows are exact in prefill as everywhere, since it is the engine that reads.
     """
 
-    def __init__(self, model: OpenModel) -> None:
+    def __init__(self, model: OpenModel, engine: Engine | None = None) -> None:
         self.name = model.name
         self.tokenizer = model.tokenizer
         self.prompts = PromptBuilder(model.tokenizer)
@@ -31,7 +31,7 @@ class Examiner:
         self.capacity = model.runner.capacity or 1 << 40
         self.read_tokens = 0  # really read, without what was forked
         self._stop_ids = model.eos_ids | model.tokenizer.eos_ids | self.prompts.end_ids
-        self._engine = Engine(
+        self._engine = engine or Engine(
             model.runner, lambda stop: Detokenizer(model.tokenizer, stop), CostModel(model.quadratic_cost)
         )
 

@@ -66,8 +66,6 @@ class Haystack:
         ids = tokenizer.encode_text(text.strip() + "\n\n")
         ends = [bytes(tokenizer.token_bytes(token)).rstrip(b" ")[-1:] in (b".", b"\n") for token in ids]
         breaks = [at + 1 for at, end in enumerate(ends) if end]
-        if not breaks:
-            raise UsageError("The haystack has no sentence that ends; give text with full stops.")
         return cls(text, ids, breaks)
 
     def take(self, count: int, start: int = 0) -> list[int]:

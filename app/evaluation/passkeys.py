@@ -23,7 +23,7 @@ class PromptMaker:
         self.haystack = haystack
         self.prompts = PromptBuilder(tokenizer)
         self._frame = len(self.render([], "What is the pass code of the crimson lighthouse?"))
-        self._head = self.render([-1], "").index(-1)
+        self.head = self.render([-1], "").index(-1)
 
     def document(self, tokens: int, needles: Sequence[tuple[float, Needle]], start: int) -> tuple[list[int], list[int]]:
         """Haystack from token `start` on, with each needle behind the sentence at its depth (0 to 1); `tokens` long.
@@ -50,7 +50,7 @@ class PromptMaker:
     ) -> tuple[list[int], list[int]]:
         """A prompt of about `tokens` tokens: the document, then the question about it; and `document`'s places."""
         document, places = self.document(tokens - self._frame, needles, start)
-        return self.render(document, question), [self._head + place for place in places]
+        return self.render(document, question), [self.head + place for place in places]
 
     def render(self, document: Sequence[int], question: str) -> list[int]:
         """A prompt that asks about a document given as token ids."""

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from app.service import ChatService
 from app.ui import sidebar, views
 from app.ui.handlers import IDLE, Handlers, Parts
+from app.ui.heads import heads_panel
 from app.ui.session import Loading
 from app.ui.theme import theme
 from app.ui.uploads import Uploads
@@ -50,7 +51,7 @@ def build_page(service: ChatService, loading: Loading, uploads: Uploads) -> gr.B
             latex_delimiters=_FORMULAS,
             group_consecutive_messages=False,
         )
-        with gr.Column(elem_id="oc-dock"):
+        with gr.Column(elem_id="oc-dock") as dock:
             strip = gr.HTML(views.loading_strip("", 0), elem_id="oc-strip", apply_default_css=False)
             with gr.Column(elem_id="oc-composer"):
                 shelf = gr.HTML("", elem_id="oc-shelf", apply_default_css=False)
@@ -71,6 +72,8 @@ def build_page(service: ChatService, loading: Loading, uploads: Uploads) -> gr.B
         source = gr.HTML("", elem_id="oc-sources", apply_default_css=False)
         options = gr.HTML("", elem_id="oc-forms", apply_default_css=False)
         session = gr.State()
+        with dock:
+            heads_panel(service, session)
         shown = (welcome, chat, turns, strip, shelf, question, status, chats, library, source, options)
         parts = Parts(session, tab, browser, *shown)
         _connect(page, header, Handlers(service, loading, uploads, parts), parts)

@@ -19,6 +19,7 @@ from app.evaluation.longbench import Item, longbench, prompt_of, read_items, sco
 from app.evaluation.needle import Grid, heat_map, needle
 from app.evaluation.passkeys import PromptMaker
 from app.evaluation.ruler import TASKS, found_share, ruler
+from app.evaluation.selftest import self_test
 from app.model import OpenModel
 from tests.fakes import FakeRunner, FakeTokenizer
 
@@ -196,6 +197,19 @@ def test_damaged_data_is_refused(name: str, content: str, tasks: list[str], mess
     (tmp_path / name).write_text(content)
     with pytest.raises(UsageError, match=message):
         list(read_items(tmp_path, tasks, None))
+
+
+def test_self_test_shows_where_the_model_is_blind(haystack: Haystack) -> None:
+    asked = examiner(FakeRunner(found, capacity=9000, chunk=4096))
+    seen = list(self_test(asked, TEXT, 5))
+    assert [one.found for one in seen] == [True, True, False, True, True]
+    assert [one.depth for one in seen] == [0, 0.25, 0.5, 0.75, 1]
+    assert seen[0].tokens == len(haystack.ids)  # the whole text
+    cut = list(self_test(examiner(FakeRunner(found, capacity=3000, chunk=4096)), TEXT, 5))
+    assert 1000 < cut[0].tokens < 3000 and len(cut) == 5  # as much of its beginning as fits
+    for count, message in ((0, "1 to 50"), (50, "plant fewer")):
+        with pytest.raises(UsageError, match=message):
+            list(self_test(examiner(FakeRunner(found, capacity=3000, chunk=4096)), TEXT, count))
 
 
 def test_haystacks(tmp_path: Path) -> None:

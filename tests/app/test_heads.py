@@ -10,7 +10,7 @@ import torch
 from app.__main__ import main
 from app.config import Settings
 from app.embedded import embedded_model_path
-from app.head_costs import ratio_cost
+from app.head_costs import Heads, ratio_cost
 from app.model import choose_pattern, find_model
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
@@ -67,3 +67,13 @@ def test_costs_are_those_of_the_cache() -> None:
     # 45 heads see all, 45 see 640: of 4096 tokens' pasts, 640 * 641 / 2 + 3456 * 640 of 4096 * 4097 / 2
     assert half.attention == pytest.approx(0.5 + 0.5 * (640 * 641 / 2 + 3456 * 640) / (4096 * 4097 / 2))
     assert "-" in half.against(full)
+
+
+def test_the_page_previews_before_a_ratio_is_applied() -> None:
+    settings = Settings(model="embedded")
+    pattern, _ = choose_pattern(find_model(settings), settings)
+    assert pattern is not None
+    heads = Heads(open_checkpoint(embedded_model_path()).config, pattern, settings, CPU)
+    assert "50%: 45 heads" in heads.preview(0.5, 8192) and "the same" in heads.preview(0.5, 8192)
+    assert "20%: 18 heads" in heads.preview(0.2, 8192) and "-36 %" in heads.preview(0.2, 8192)
+    assert heads.picture(8192).startswith(b"\x89PNG")

@@ -1,0 +1,90 @@
+"""The part of the page about heads: their picture, what another ratio would cost, and the self-test."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator
+from html import escape
+from typing import Any
+
+import gradio as gr
+
+from app.errors import describe
+from app.evaluation.selftest import Seen
+from app.service import ChatService, Selection
+from app.ui.session import Session
+
+_FACTS = 8
+_NO_PATTERN = "This model has no head pattern in use: every head is treated alike."
+
+
+def heads_panel(service: ChatService, session: gr.State) -> None:
+    """A closed panel; what it shows is made when it is opened."""
+    with gr.Accordion("Heads and self-test", open=False, elem_id="oc-heads") as panel:
+        ratio = gr.Slider(0, 1, value=0.5, step=0.05, label="Retrieval ratio: what would it cost?", visible=False)
+        preview = gr.Markdown("", elem_id="oc-heads-preview")
+        test = gr.Button("Does the model see all of this document?", size="sm", elem_id="oc-self-test")
+        chart = gr.HTML("", elem_id="oc-depths", apply_default_css=False)
+        picture = gr.HTML("", elem_id="oc-heads-picture", apply_default_css=False)
+
+    def context() -> int:
+        return int(service.status()["context_capacity"])
+
+    def opened() -> tuple[str, gr.Slider, str]:
+        if not service.ready:
+            return "", gr.Slider(visible=False), "The model is still loading."
+        if (heads := service.heads) is None:
+            return "", gr.Slider(visible=False), _NO_PATTERN
+        png = base64.b64encode(heads.picture(context())).decode()
+        image = f'<img alt="Scores of all heads, and what each ratio costs" src="data:image/png;base64,{png}">'
+        now = heads.settings.retrieval_ratio
+        return image, gr.Slider(value=now, visible=True), previewed(now)
+
+    def previewed(wanted: float) -> str:
+        if (heads := service.heads) is None:
+            return _NO_PATTERN
+        said = heads.preview(wanted, context())
+        same = abs(wanted - heads.settings.retrieval_ratio) < 1e-9
+        return f"{said} In force now." if same else f"{said} Start with `--retrieval-ratio {wanted:g}` to use it."
+
+    async def tested(session: Session) -> AsyncIterator[str]:
+        sources = _sources(session)
+        if not sources:
+            yield "Add a document first."
+            return
+        yield "Reading the document with facts planted in it …"
+        seen: list[Seen] = []
+        rest = service.self_test(max(sources, key=lambda source: len(source.text)), _FACTS)
+        try:
+            while (one := await asyncio.to_thread(next, rest, None)) is not None:
+                seen.append(one)
+                yield depth_chart(seen)
+        except Exception as error:
+            yield escape(describe(error)[0])
+
+    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+    panel.expand(opened, None, [picture, ratio, preview], **quiet)
+    ratio.input(previewed, [ratio], [preview], trigger_mode="always_last", **quiet)
+    test.click(tested, [session], [chart], concurrency_limit=1, **quiet)
+
+
+def depth_chart(seen: list[Seen]) -> str:
+    """Rows of depth, whether the fact there was found, and what was answered."""
+    rows = "".join(
+        f'<tr class="{"oc-found" if one.found else "oc-lost"}"><td>{one.depth:.0%}</td>'
+        f"<td>{'found' if one.found else 'missed'}</td><td>{escape(one.answer)}</td></tr>"
+        for one in seen
+    )
+    found = sum(one.found for one in seen)
+    return (
+        f"<p>{found} of {len(seen)} planted facts found in {seen[0].tokens:,} tokens (of {_FACTS} to ask).</p>"
+        f"<table><tr><th>Depth</th><th></th><th>Answer</th></tr>{rows}</table>"
+    )
+
+
+def _sources(session: Session) -> list[Selection]:
+    """Documents on the shelf, else those that the chat has read."""
+    conversation = session.conversation
+    waiting = [attachment.source for attachment in conversation.readable]
+    return waiting or [source for turn in conversation.chat.turns for source in turn.sources]
