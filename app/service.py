@@ -351,6 +351,12 @@ class ChatService:
         snapshots = self._loaded.snapshots if self._loaded is not None else None
         return snapshots.quota if snapshots is not None else 0
 
+    @property
+    def saved_note(self) -> str:
+        """The last thing that went wrong with what is saved; "" for nothing."""
+        snapshots = self._loaded.snapshots if self._loaded is not None else None
+        return snapshots.notes[-1] if snapshots is not None and snapshots.notes else ""
+
     def forget(self, label: str) -> None:
         """Delete what was read of a document from the disk."""
         if self._loaded is not None and (snapshots := self._loaded.snapshots) is not None:

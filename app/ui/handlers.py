@@ -269,6 +269,7 @@ class Handlers:
             case "delete":
                 self.sessions.forget(owner, wanted)
                 owner.chats.delete(wanted)
+                self.service.library.sweep()
             case "pin":
                 owner.pin(wanted, value == "true")
             case "forget":
@@ -366,7 +367,8 @@ class Handlers:
         running = self.sessions.running(owner)
         chats = sidebar.chats(owner.chats.find(session.words), session.conversation.chat.id, running, session.words)
         held, quota = service.saved_bytes(), service.saved_quota
-        library = sidebar.library(owner.documents(), service.saved_bytes, held, quota, views.size)
+        known = owner.documents()
+        library = sidebar.library(known, service.saved_bytes, held, quota, views.size, service.saved_note)
         return {parts.chats: chats, parts.library: library}
 
     async def _plan_strip(self, session: Session) -> str:

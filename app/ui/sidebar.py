@@ -52,9 +52,14 @@ def _chat(entry: Listed, current: bool, running: bool) -> str:
 
 
 def library(
-    entries: list[Shelved], bytes_of: Callable[[str], int], held: int, quota: int, size: Callable[[float], str]
+    entries: list[Shelved],
+    bytes_of: Callable[[str], int],
+    held: int,
+    quota: int,
+    size: Callable[[float], str],
+    note: str = "",
 ) -> str:
-    """The list of documents that were read, and the disk that they take."""
+    """The list of documents that were read, and the disk that they take; `note` is what went wrong there last."""
     if not entries:
         return '<h2>Library</h2><p class="oc-none">A document that was read once opens at once the next time.</p>'
     items = "".join(_document(entry, bytes_of(entry.label), size) for entry in entries)
@@ -65,6 +70,8 @@ def library(
             f'<div class="oc-disk"><span>{size(held)} of {size(quota)} on disk</span>'
             f'<div class="oc-meter"><i style="width:{share:.1f}%"></i></div></div>'
         )
+    if note:
+        disk += f'<p class="oc-none" role="status">{escape(note)}</p>'
     return f'<h2>Library</h2><ul class="oc-list">{items}</ul>{disk}'
 
 

@@ -253,6 +253,7 @@ def test_after_a_restart_chats_are_there_and_an_interrupted_answer_says_so(
     add(page, texts("restart.txt", "saffron"))
     state(page, "plan")
     _asked(page, "What is the code word?", 1)
+    site.script.token_s = 0.5
     ask(page, "And once more?")
     _answers(page, 2)
     state(page, "answering", "reading")
@@ -261,6 +262,7 @@ def test_after_a_restart_chats_are_there_and_an_interrupted_answer_says_so(
     saved = owner.open_chat(owner.chats.find()[0].id)  # as the disk has it at this moment
     assert saved is not None
     assert [turn.finish_reason for turn in saved.path(saved.head)] == ["stop", "interrupted"]
+    page.keyboard.press("Escape")
     state(page, "idle")
     owner.save_chat(saved)
 
