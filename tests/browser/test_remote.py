@@ -17,6 +17,7 @@ import pytest
 from playwright.sync_api import Page
 
 from tests.api.server import serving
+from tests.browser.conftest import state
 
 QUESTION = "What is the code word?"
 
@@ -86,6 +87,7 @@ def test_the_command_line(other: str, texts: Callable[..., Path]) -> None:
 @pytest.mark.browser
 def test_the_page(url: str, open_page: Callable[..., Page], texts: Callable[..., Path]) -> None:
     page = open_page(url)
+    state(page, "idle", seconds=120)
     page.set_input_files("#oc-picker", [str(texts("herons.txt", "HERON", 1))])
     page.wait_for_selector("#oc-shelf .oc-card:not(.oc-busy):has-text('herons.txt')", timeout=60_000)
     page.fill("#oc-question textarea", QUESTION)
