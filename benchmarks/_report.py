@@ -51,12 +51,18 @@ def device_name(threads: int) -> str:
 
 
 def _commit() -> str:
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ("git", *words), capture_output=True, text=True, cwd=RESULTS.parent, check=False
-        ).stdout.strip()
+    """The commit that runs, marked where sources differ from it; "unknown" without git, and for a person to fill in."""
 
-    return git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "--", "*.py") else "")
+    def git(*words: str) -> str:
+        done = subprocess.run(("git", *words), capture_output=True, text=True, cwd=RESULTS.parents[1], check=False)
+        return done.stdout.strip()
+
+    try:
+        commit = git("rev-parse", "--short", "HEAD")
+        changed = git("status", "--porcelain", "--", *(f"*.{ending}" for ending in ("py", "c", "h", "cu", "cuh")))
+    except OSError:
+        return "unknown"
+    return (commit or "unknown") + ("+changes" if changed else "")
 
 
 def finish(benchmark: str, argv: list[str], bars: list[Bar], details: Any, as_json: bool, threads: int) -> None:

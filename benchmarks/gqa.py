@@ -18,7 +18,6 @@ from benchmarks._report import at_least, at_most, finish
 from benchmarks.capacity import Wrong
 from benchmarks.prefill import DEVICE, free, milliseconds
 from kernels.attention_prefill import ROWS
-from kernels.attention_prefill.flashinfer import FlashInfer
 
 QUERIES, KEYS, D = 4096, 65_536, 128
 HEADS = ((64, 8), (32, 8), (32, 32))
@@ -60,7 +59,7 @@ def main(argv: list[str]) -> int:
         name = f"{heads}/{kv_heads} heads, native against expanded"
         bars.append(at_least(name, expanded / mine["native"]["ms"], "x", 1.0))
         bars.append(at_most(f"{heads}/{kv_heads} heads, memory beside the result", mine["native"]["mib"], "MiB", 64))
-    details = {"kernel": best, "declined": declined, "rows": rows, "fa2": isinstance(backends[0].run, FlashInfer)}
+    details = {"kernel": best, "declined": declined, "rows": rows}
     finish("gqa", argv, bars, details, args.json, torch.get_num_threads())
     return 0 if all(bar.holds for bar in bars) else 1
 

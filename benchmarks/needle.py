@@ -30,7 +30,6 @@ from models.heads import HeadPattern
 _LENGTHS = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 7500)
 _PATTERN_LENGTHS = (2048, 4096, 7500)
 _PERPLEXITY_TOKENS = 8192
-_PUBLISHED = Path(__file__).parents[2] / "shared" / "attn_patterns"
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,11 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m app bench needle", description=__doc__)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--trials", type=int, default=1, help="questions a cell of the grid (default 1)")
-    parser.add_argument("--published", type=Path, default=_PUBLISHED, help="folder of the published head patterns")
+    parser.add_argument("--published", type=Path, metavar="DIR", help="check the published head patterns in DIR too")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
+    published = [] if args.published is None else _published(args.published)
     text = read_haystack(None)
     text = text[len(text) // 2 :]
     served = Settings(model=EMBEDDED_MODEL, library_quota=0.0, threads=args.threads)
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
             bars.append(at_least(f"perplexity at 8K: {name}", dearer, "%", least))
             lost = 100 * (full_there - details[name]["accuracy"])
             bars.append(at_least(f"pass codes lost: {name}", lost, "points", 10))
-    bars += _published(args.published)
+    bars += published
     finish("needle", argv, bars, details, args.json, args.threads)
     return 0 if all(bar.holds for bar in bars) else 1
 
@@ -140,8 +140,7 @@ def _published(folder: Path) -> list[Bar]:
     """Published patterns whose retrieval set at 50 % is that of their own quantile rule, but for ties."""
     files = sorted(folder.rglob("full_attention_heads.tsv"))
     if not files:
-        print(f"The published patterns are not in {folder}: not checked (give --published).")
-        return []
+        raise FileNotFoundError(f"no head pattern lies in {folder}")
     agreeing = 0
     for file in files:
         made = HeadPattern.load(file.parent)

@@ -43,5 +43,11 @@ def kept(stem: str, suffix: str, key: str, compile_code: Callable[[], bytes]) ->
 def _write(path: Path, sealed: bytes) -> Path:
     """Whole or not at all, also beside another process."""
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(sealed)
-    return Path(file.name).replace(path)
+        part = Path(file.name)
+        try:
+            file.write(sealed)
+            file.flush()
+            return part.replace(path)
+        except OSError:  # a full disk
+            part.unlink()
+            raise

@@ -215,7 +215,7 @@ class DenseLinear:
         out.copy_(self(rows))
 
     def raw(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
-        if self._gemv.ONE_ROW and rows.values.shape[0] == 1:
+        if self._gemv.ONE_ROW and rows.values.shape[0] == 1 and not rows.values.requires_grad:  # it has no backward
             return self._gemv.multiply(rows.values, self._weight), None
         out = F.linear(rows.values, self._weight)
         return out if out.is_cuda else out.float(), None

@@ -1,6 +1,7 @@
 """Attention that also returns its log-sum-exp, so that parts over disjoint keys can be merged.
 
-ATTENTION takes masks and batches; ROWS is for many queries over a long stretch of keys, where a GPU's time goes.
+ATTENTION takes masks and batches; ROWS is for many queries over a long stretch of keys, where a GPU's time goes; BLOCKS
+and WINDOW take a whole chunk of retrieval and of streaming heads on a CPU.
 """
 
 from kernels.attention_prefill import blocks, cpu_flash, cuda_flash, flash_attn, ref
@@ -39,4 +40,4 @@ ROWS = Kernel(
     ),
 )
 
-__all__ = ["ATTENTION", "BLOCKS", "ROWS", "merge_"]
+__all__ = ["ATTENTION", "BLOCKS", "ROWS", "WINDOW", "merge_"]

@@ -32,10 +32,10 @@ def kernel_report(device: torch.device, shape: CacheShape, endless: bool = False
         (ATTENTION, {"head_dim": shape.head_dim, "dtype": shape.compute_dtype}),
     ]
     chunk = {"head_dim": shape.head_dim, "dtype": shape.compute_dtype}
-    if not endless:
-        asked += [(WINDOW, chunk | {"exact": shape.exact_dtype}), (BLOCKS, chunk | {"bits": shape.bits})]
     if not endless and history.declines(shape, device) is None:
         asked.append((ROWS, chunk))
+    elif not endless:
+        asked += [(WINDOW, chunk | {"exact": shape.exact_dtype}), (BLOCKS, chunk | {"bits": shape.bits})]
     window = {"head_dim": shape.head_dim, "dtype": shape.exact_dtype}
     if endless:
         asked.append((WINDOW_STEP, window | {"group": shape.group}))
