@@ -135,6 +135,7 @@ class Program:
         self._enter()
         major, minor = torch.cuda.get_device_capability(device)
         self.early = major >= 9  # whether a kernel may start while the one in front of it still runs
+        self._shared: dict[str, int] = {}  # the most dynamic memory that each kernel was allowed
         cubin = _cubin(path, defines, f"sm_{major}{minor}")
         self._module = ctypes.c_void_p()
         with torch.cuda.device(device):
@@ -152,8 +153,9 @@ class Program:
         """A kernel of the source with its launch shape; `shared` bytes of dynamic memory."""
         function = ctypes.c_void_p()
         _check(_driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()))
-        if shared > 48 * 1024:
+        if shared > self._shared.get(name, 48 * 1024):  # never less than an earlier launch shape of it needs
             _check(_driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared))
+            self._shared[name] = shared
         return Kernel(self, function, threads, shared)
 
 

@@ -165,6 +165,7 @@ class Slot:
             self._runner.prefixes.keep(*self._early, chat_id)
         if isinstance(self._cache, DuoCache):
             self._cache.watch = None
+            self._cache.trim()
         self._runner.prefixes.keep(self._ids, self._cache, chat_id)
 
     def discard(self) -> None:

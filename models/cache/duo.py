@@ -134,6 +134,12 @@ class DuoCache:
         self.length += self._chunk
         self._chunk = 0
 
+    def trim(self) -> None:
+        """Gives back blocks that were reserved and not filled, where a prompt was not read to its end."""
+        held = self.blocks
+        self.pool.release(self._ids[len(held) :])
+        self._ids = held
+
     def fork(self) -> DuoCache:
         """An independent continuation from here; packed blocks are shared, whole ones only."""
         twin = DuoCache(self.pool)

@@ -102,13 +102,27 @@ def test_everything_is_given_back(runner, prose_ids):
     assert runner.pool.free == runner.pool.blocks
 
 
+def test_a_stopped_prefill_keeps_no_more_blocks_than_it_filled(runner, prose_ids):
+    while runner.prefixes.drop_oldest():
+        pass
+    prompt = prose_ids[5000:6900]
+    slot = runner.start(prompt, "e")
+    slot.prefill(prompt[:300])
+    slot.publish("e")
+    assert runner.pool.blocks - runner.pool.free == 300 // BLOCK - 1
+    again = runner.start(prompt, "e")
+    _read(runner, again, prompt)
+    again.discard()
+
+
 def test_old_prefixes_make_room_for_new_prompts(runner, prose_ids):
-    for i in range(8):
-        prompt = [i, *prose_ids[:1900]]
+    prompts = [[i, *prose_ids[:1900]] for i in range(6)]
+    for i, prompt in enumerate(prompts):
         slot = runner.start(prompt, f"chat {i}")
-        slot.prefill(prompt[:300])
+        _read(runner, slot, prompt)
         slot.publish(f"chat {i}")
-    assert runner.pool.free >= 0
+    assert runner.prefixes.length(np.array([*prompts[-1], 0])) == 1901
+    assert runner.prefixes.length(np.array([*prompts[0], 0])) == 0
 
 
 @pytest.mark.parametrize(("length", "fits"), [(2046, True), (2047, True), (2048, False), (2049, False)])
