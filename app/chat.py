@@ -6,10 +6,10 @@ import hashlib
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
 from app.documents import Document
@@ -17,6 +17,12 @@ from app.engine.engine import Generation
 from app.engine.types import FinishReason, SamplingParams
 from app.errors import UsageError
 from app.evidence import Passage, Quote
+
+# Between documents and question. Of 15 facts in 3,100 to 6,100 tokens of dry text the embedded model finds 10 with this
+# line and 6 with a plain rule instead; with unquantised weights and cache it does no better.
+_INSTRUCTION = "Answer from the {} above.\n\n"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -189,3 +195,26 @@ class Chat:
 def ids_of(turns: Sequence[Turn]) -> tuple[int, ...]:
     """The token ids of turns, one after another."""
     return tuple(chain.from_iterable(turn.prompt_ids + turn.answer_ids for turn in turns))
+
+
+def selection_of(document: Document | Selection) -> Selection:
+    """A document as a selection of all its pages."""
+    return document if isinstance(document, Selection) else Selection.whole(document)
+
+
+def new_sources(before: Sequence[Turn], documents: Sequence[Document | Selection] | None) -> tuple[Selection, ...]:
+    """Those that no turn before has read, each once."""
+    seen = {source.key for turn in before for source in turn.sources}
+    chosen = {source.key: source for source in map(selection_of, documents or ())}
+    return tuple(source for key, source in chosen.items() if key not in seen)
+
+
+def content_of(sources: Sequence[Selection], question: str, text_of: Callable[[Selection], T]) -> list[str | T]:
+    """A user's message: the documents, each under its title, then the question. `text_of` gives a document's text."""
+    content: list[str | T] = []
+    for source in sources:
+        content += [f"Document: {source.title}\n\n", text_of(source), "\n\n"]
+    if sources:
+        content.append(_INSTRUCTION.format("document" if len(sources) == 1 else "documents"))
+    content.append(question.strip())
+    return content

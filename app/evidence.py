@@ -64,7 +64,7 @@ class Source:
     start: int
 
 
-def find_ids(prompt: Sequence[int], ids: Sequence[int]) -> int | None:
+def find_ids(prompt: Sequence[int] | np.ndarray, ids: Sequence[int]) -> int | None:
     """Where in a prompt these ids stand; None where they do not."""
     haystack, needle = (np.asarray(x, dtype=np.int64).tobytes() for x in (prompt, ids))
     at = haystack.find(needle) if needle else -1
@@ -133,9 +133,11 @@ def _passage(source: Source, start: int, end: int, strength: float) -> Passage:
 
 def quotes(answer: str, documents: Sequence[Document]) -> list[Quote]:
     """Each verbatim quote of an answer, found or not; line breaks and kinds of quotation mark and dash do not count."""
-    return [
-        _look_up(text, documents) for text in dict.fromkeys(_quoted(answer)) if len(_WORD.findall(text)) >= _QUOTE_WORDS
-    ]
+    quoted = [text for text in dict.fromkeys(_quoted(answer)) if len(_WORD.findall(text)) >= _QUOTE_WORDS]
+    if not quoted:
+        return []
+    texts = [(document, _plain(document.text)) for document in {id(one): one for one in documents}.values()]
+    return [_look_up(text, texts) for text in quoted]
 
 
 def _quoted(answer: str) -> Iterator[str]:
@@ -145,11 +147,11 @@ def _quoted(answer: str) -> Iterator[str]:
         yield next(group for group in groups if group).strip()
 
 
-def _look_up(text: str, documents: Sequence[Document]) -> Quote:
+def _look_up(text: str, texts: Sequence[tuple[Document, str]]) -> Quote:
     words = _plain(text).rstrip(" .,;:!?\u2026").split()
     pattern = re.compile(r"\s+".join(map(re.escape, words)), re.IGNORECASE)
-    for document in documents:
-        if found := pattern.search(_plain(document.text)):
+    for document, plain in texts:
+        if found := pattern.search(plain):
             place = document.place(found.start())
             return Quote(text, place.file, place.page)
     return Quote(text, None, None)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from app.chat import Chat, Selection, Turn
+from app.chat import Chat, Selection, Turn, content_of, new_sources, selection_of
 from app.config import Settings
 from app.conversation import Message, exchanges
 from app.documents import Document
@@ -16,7 +16,7 @@ from app.errors import ContextTooLong, UsageError
 from app.evidence import quotes
 from app.model import LoadProgress
 from app.remote.engine import RemoteEngine
-from app.service import ChatService, MemoryBegins, PlanView, check_request, content_of, new_sources, selection_of
+from app.service import ChatService, MemoryBegins, PlanView, check_request
 
 _BYTES_PER_TOKEN = 4.0  # of English, until the server has told what it counted
 # Names under which servers tell how many tokens a context holds.
