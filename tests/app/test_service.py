@@ -474,8 +474,9 @@ def test_a_stopped_answer_goes_on_from_its_last_token(start: Start, document: Do
     turn = chat.turns[0]
     assert (turn.answer, turn.finish_reason) == ("a long", "cancelled")
     fake(service).hook = lambda step, slot: None
+    chat.update(turn.id, error="Going on failed once.")
     more = finish(service.resume(chat, turn.id))
-    assert more.text == " on"
+    assert (more.text, chat.turns[0].error) == (" on", "")
     assert (chat.turns[0].answer, chat.turns[0].finish_reason) == ("a long on", "stop")
     assert read(chat).endswith("assistant\na long on")
     with pytest.raises(UsageError, match="stopped or cut"):
@@ -511,4 +512,7 @@ def test_a_chat_of_another_model_or_with_lost_ids_is_encoded_anew(start: Start, 
     assert chat.token_ids == want
     chat.update(chat.turns[0].id, prompt_ids=())
     finish(service.ask(chat, "Third?"))
+    assert chat.token_ids[: len(want)] == want
+    chat.update(chat.turns[0].id, answer_ids=())
+    finish(service.ask(chat, "Fourth?"))
     assert chat.token_ids[: len(want)] == want
