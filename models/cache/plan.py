@@ -85,7 +85,9 @@ def weights_bytes(config: ModelConfig, weights: str, device: torch.device) -> in
 
 def workspace_bytes(config: ModelConfig, shape: CacheShape, chunk: int, device: torch.device) -> int:
     """Bytes of activations and scratch while a chunk of `chunk` tokens is read, at its widest point."""
-    if device.type == "cuda" and shape.bits != 8:
+    # What `history.declines` asks of a shape; the device may not be here. Endless mode has no history, and fp32 heads.
+    narrow = shape.bits != 8 and shape.compute_dtype.itemsize == 2 and any(shape.retrieval_heads)
+    if device.type == "cuda" and narrow:
         return _direct_bytes(config, shape, chunk)
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     residual = 4 * config.hidden_size

@@ -8,9 +8,11 @@ from app.embedded import embedded_model_path
 from app.engine.runner import build_runner
 from app.engine.sizing import fit, resolve_shape
 from app.errors import UsageError
+from benchmarks.capacity import LLAMA_8B
 from models.cache.endless import EndlessCache
-from models.cache.plan import SNAPSHOTS
+from models.cache.plan import SNAPSHOTS, workspace_bytes
 from models.checkpoint import open_checkpoint
+from models.config import ModelConfig
 from models.errors import DoesNotFit
 from tests.engine.test_runner import _greedy, _read
 
@@ -101,6 +103,15 @@ def test_windows_that_do_not_fit_are_refused_with_both_numbers():
     config, settings = open_checkpoint(embedded_model_path()).config, Settings(mode="endless")
     with pytest.raises(DoesNotFit, match=r"GiB; 0\.09 GiB are free.*--recent"):
         fit(config, _shape()[1], settings, CPU, 100 << 20)
+
+
+def test_the_plan_for_a_gpu_counts_what_the_cache_takes_in_fp32():
+    device, config = torch.device("cuda"), ModelConfig.from_hf(LLAMA_8B)
+    shape = resolve_shape(config, None, Settings(mode="endless"), device)[1]
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    # The residual stream; q, k, v, the queries as the sinks see them, two outputs that are merged; queries in fp16.
+    least = 4 * (config.hidden_size + q + 2 * kv + q + 2 * q) + 2 * 2 * q
+    assert workspace_bytes(config, shape, 4096, device) > 4096 * least
 
 
 def test_it_tells_what_it_keeps_and_which_kernels_serve(runner):
