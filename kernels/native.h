@@ -75,6 +75,16 @@ static inline void turn(float *x, int size) {
         hadamard(x, size);
 }
 
+/* 16 numbers of fp16. */
+static inline __m512 from_half(const uint16_t *x) { return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)x)); }
+
+/* 16 codes, less 8, as floats: the low or the high nibbles of 16 bytes. */
+static inline __m512 low_codes(__m512i bytes) {
+    const __m512 table = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
+    return _mm512_permutexvar_ps(bytes, table);
+}
+static inline __m512 high_codes(__m512i bytes) { return low_codes(_mm512_srli_epi32(bytes, 4)); }
+
 /* x / (1 + e^-x). */
 static inline __m512 silu_ps(__m512 x) {
     return _mm512_div_ps(x, _mm512_add_ps(exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), x)), _mm512_set1_ps(1.f)));

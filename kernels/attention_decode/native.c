@@ -13,13 +13,7 @@ typedef struct {
     float most[QUERIES], sum[QUERIES], out[QUERIES][WIDEST];
 } State;
 
-static inline __m512 low_codes(__m512i bytes) {
-    const __m512 table = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
-    return _mm512_permutexvar_ps(bytes, table);
-}
-static inline __m512 high_codes(__m512i bytes) { return low_codes(_mm512_srli_epi32(bytes, 4)); }
 static inline __m512i bytes16(const uint8_t *x) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)x)); }
-static inline __m512 from_half(const uint16_t *x) { return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)x)); }
 
 /* Step and middle of 16 tokens' keys (part 0) or values (part 1) of scales [tokens, 4]. */
 static inline void steps16(const uint16_t *scales, int part, __m512 *step, __m512 *middle) {

@@ -16,8 +16,6 @@ static inline __m512i two(__m512 a, __m512 b) {
     return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(b, a));
 }
 
-static inline __m512 from_half(const uint16_t *x) { return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)x)); }
-
 /* `count` exact keys and values [.., d] in fp16, zeros behind them, as right sides: key tile [key / 16, channel / 32]
    has channels as rows, value tile [key / 32, channel / 16] has keys as rows. */
 static void lay_exact(const uint16_t *k, const uint16_t *v, i64 count, int d, uint32_t *keys, uint32_t *values) {
@@ -43,13 +41,6 @@ static void lay_exact(const uint16_t *k, const uint16_t *v, i64 count, int d, ui
             _mm512_storeu_si512(values + (t / 32 * (d / 16) + c / 16) * WORDS + t % 32 / 2 * 16, two(a, b));
         }
 }
-
-/* 16 codes, less 8, as floats: the low or the high nibbles of 16 bytes. */
-static inline __m512 low_codes(__m512i bytes) {
-    const __m512 table = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
-    return _mm512_permutexvar_ps(bytes, table);
-}
-static inline __m512 high_codes(__m512i bytes) { return low_codes(_mm512_srli_epi32(bytes, 4)); }
 
 /* A packed block (layout int4pack with panels of 64) as `lay_exact`; scales: fp16 [128, 4]. */
 static void lay_packed(const uint8_t *k, const uint8_t *v, i64 v_panel, const uint16_t *scales, int d, uint32_t *keys,

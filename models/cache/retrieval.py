@@ -57,7 +57,7 @@ class RetrievalHeads:
         """
         slots = self.shape.retrieval_slots[layer]
         if q.shape[0] > 1 and self._blocks is not None:
-            return self._direct(slots, q, k, v, length, ids)
+            return self._many_in_c(slots, q, k, v, length, ids)
         k, v = (x.transpose(0, 1).to(self.shape.exact_dtype) for x in (k, v))
         if q.shape[0] == 1:
             return self._one(slots, q, k, v, length, ids)
@@ -114,7 +114,7 @@ class RetrievalHeads:
             self._listed = blocks
         return self._table[:blocks]
 
-    def _direct(self, slots: slice, q: Tensor, k: Tensor, v: Tensor, length: int, ids: Sequence[int]) -> Tensor:
+    def _many_in_c(self, slots: slice, q: Tensor, k: Tensor, v: Tensor, length: int, ids: Sequence[int]) -> Tensor:
         """A chunk, by a kernel that reads packed blocks itself: they are written first."""
         first, before = divmod(length, BLOCK)
         held = slice(BLOCK, BLOCK + before) if first else slice(0, before)

@@ -106,7 +106,7 @@ class StreamingHeads:
         """
         slots = self.shape.streaming_slots[layer]
         if plan is not None and self._window is not None:
-            return self._direct(slots, q, k, v, length, plan)
+            return self._many_in_c(slots, q, k, v, length, plan)
         k, v = (x.transpose(0, 1).to(self.shape.exact_dtype) for x in (k, v))
         if plan is None:
             return self._one(slots, q, k, v, length)
@@ -136,7 +136,7 @@ class StreamingHeads:
         out: Tensor = self._decode(grouped, grouped, self.keys[slots], self.values[slots], 0, held, self._scale)
         return out.view(1, -1, q.shape[-1])
 
-    def _direct(self, slots: slice, q: Tensor, k: Tensor, v: Tensor, length: int, plan: ChunkMasks) -> Tensor:
+    def _many_in_c(self, slots: slice, q: Tensor, k: Tensor, v: Tensor, length: int, plan: ChunkMasks) -> Tensor:
         """A chunk, by a kernel that knows the window."""
         kept = self.keys[slots], self.values[slots]
         run = join_exact(k, v, *(x[:, plan.previous] for x in kept))
