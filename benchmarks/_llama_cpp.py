@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+_TIMEOUT_S = 900
+
 
 def installed() -> bool:
     """Whether llama-cpp-python is there."""
@@ -25,11 +27,16 @@ def installed() -> bool:
 def run(
     path: Path, ids: list[int], threads: int, decoded: int, repeats: int
 ) -> tuple[str, list[tuple[float, float, int | None]]]:
-    """What ran; prefill and decode tokens per second of each repeat, no KV bytes. RuntimeError if it crashes."""
+    """What ran; prefill and decode tokens per second of each repeat, no KV bytes. RuntimeError if it fails."""
     for name, reorder in (("llama.cpp", 1), ("llama.cpp, weights not reordered", 0)):
         numbers = [str(n) for n in (threads, decoded, repeats, reorder)]
         command = [sys.executable, "-m", "benchmarks._llama_cpp", str(path), *numbers]
-        done = subprocess.run(command, input=json.dumps(ids), capture_output=True, text=True, timeout=900, check=False)
+        try:
+            done = subprocess.run(
+                command, input=json.dumps(ids), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"llama.cpp did not end within {_TIMEOUT_S} s") from None
         if done.returncode == 0:
             return name, [(prefill, decode, None) for prefill, decode in json.loads(done.stdout.splitlines()[-1])]
     raise RuntimeError(f"llama.cpp ended with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
