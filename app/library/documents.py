@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+import threading
 import types
 import typing
 import zlib
@@ -29,6 +30,7 @@ class DocumentStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.naming = threading.RLock()  # held from a document's being put until a list or a chat names it
 
     def put(self, document: Document) -> str:
         """Keep a document; gives its label."""

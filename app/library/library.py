@@ -47,9 +47,9 @@ class Owner:
 
     def add(self, document: Document, tokens: int | None = None) -> str:
         """Put a document on the list, or note that it was used again; gives its label."""
-        label, now = self._documents.put(document), time.time()
-        new = Shelved(label, document.name, len(document.pages), now, now, tokens)
-        with self._lock:
+        with self._documents.naming, self._lock:
+            label, now = self._documents.put(document), time.time()
+            new = Shelved(label, document.name, len(document.pages), now, now, tokens)
             old = self._shelf.get(label, new)
             self._change(label, replace(old, used=now, tokens=old.tokens or tokens))
         return label
@@ -76,10 +76,12 @@ class Owner:
 
     def save_chat(self, chat: Chat) -> None:
         """Write a chat as it stands, and the documents that it has read."""
-        for document in {id(s.document): s.document for turn in chat.tree.values() for s in turn.sources}.values():
-            if document.pages:
-                self._documents.put(document)
-        self.chats.save(chat)
+        documents = {id(s.document): s.document for turn in list(chat.tree.values()) for s in turn.sources}
+        with self._documents.naming:
+            for document in documents.values():
+                if document.pages:
+                    self._documents.put(document)
+            self.chats.save(chat)
 
     def pinned(self) -> set[str]:
         """Labels of pinned documents."""
@@ -120,10 +122,11 @@ class Library:
 
     def sweep(self, tell: Callable[[str], None] = lambda label: None) -> None:
         """Delete documents that no list and no chat names any more; `tell` hears which."""
-        named = set().union(*(owner.labels() for owner in self._all()))
-        for label in set(self.documents.labels()) - named:
-            self.documents.drop(label)
-            tell(label)
+        with self.documents.naming:
+            named = set().union(*(owner.labels() for owner in self._all()))
+            for label in set(self.documents.labels()) - named:
+                self.documents.drop(label)
+                tell(label)
 
     def _all(self) -> list[Owner]:
         names = [path.name for path in self._folder.iterdir()] if self._folder.is_dir() else []

@@ -68,7 +68,7 @@ class Sessions:
 
     def show(self, session: Session, chat_id: str) -> bool:
         """Have a tab show a saved chat, with its answer if one runs; false when it is not this browser's."""
-        for other in self._sessions.values():
+        for other in list(self._sessions.values()):
             if other.owner is session.owner and other.conversation.chat.id == chat_id:
                 session.conversation = other.conversation
                 return True
@@ -89,13 +89,13 @@ class Sessions:
 
     def running(self, owner: Owner) -> set[str]:
         """Ids of the chats of a browser that are answering."""
-        own = [s.conversation for s in self._sessions.values() if s.owner is owner]
+        own = [s.conversation for s in list(self._sessions.values()) if s.owner is owner]
         return {conversation.chat.id for conversation in own if conversation.running is not None}
 
     def rename(self, owner: Owner, chat_id: str) -> None:
         """A chat has another title on disk: open ones take it over."""
         titles = {listed.id: listed.title for listed in owner.chats.find()}
-        for session in self._sessions.values():
+        for session in list(self._sessions.values()):
             if session.owner is owner and session.conversation.chat.id == chat_id:
                 session.conversation.chat.title = titles.get(chat_id, session.conversation.chat.title)
 
@@ -114,13 +114,13 @@ class Sessions:
             if session.page == page:
                 session.page, session.left_at = None, now
             elif session.page is None and now - session.left_at > REMEMBER_S and session.conversation.running is None:
-                del self._sessions[session.token]
+                self._sessions.pop(session.token, None)
 
     def give_way(self) -> None:
         """Somebody waits: stop an answer that no page has shown for a while. What it has read stays read."""
-        watched = {id(session.conversation) for session in self._sessions.values() if session.page is not None}
-        now = time.monotonic()
-        for session in list(self._sessions.values()):
+        sessions, now = list(self._sessions.values()), time.monotonic()
+        watched = {id(session.conversation) for session in sessions if session.page is not None}
+        for session in sessions:
             gone = session.page is None and now - session.left_at > UNWATCHED_S
             if gone and id(session.conversation) not in watched:
                 session.conversation.stop()
@@ -129,7 +129,7 @@ class Sessions:
         """Show another chat; one that still answers is held by a session without a page."""
         old = session.conversation
         if old.running is not None and not any(
-            other is not session and other.conversation is old for other in self._sessions.values()
+            other is not session and other.conversation is old for other in list(self._sessions.values())
         ):
             ghost = Session(session.owner, "", old)
             ghost.page, ghost.left_at = None, time.monotonic()
