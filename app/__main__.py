@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser("serve", help="the page in the browser", description="Serve the page.")
     _model_flags(serve)
-    _running_flags(serve)
+    _answering_flags(serve)
     serve.add_argument("--host", help=f"address to listen on (default {Settings.host}: this machine only)")
     serve.add_argument("--port", type=int, help=f"port to listen on (default {Settings.port})")
     serve.add_argument(
@@ -61,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     ask.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     _sampling_flags(ask)
     _model_flags(ask)
-    _running_flags(ask)
+    _answering_flags(ask)
 
     plan = commands.add_parser(
         "plan",
@@ -90,7 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
     quantize.add_argument("--calibration-tokens", type=int, metavar="N", help="default 16384")
     quantize.add_argument("--pattern", type=Path, metavar="DIR", help="head pattern to store with it")
     quantize.add_argument("--json", action="store_true", help="print one JSON object")
-    _running_flags(quantize)
+    _threads_flag(quantize)
     quantize.add_argument("--debug", action="store_true", default=None, help=argparse.SUPPRESS)
 
     identify = commands.add_parser(
@@ -113,7 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     identify.add_argument("--seed", type=int, default=0, metavar="S", help="of the passkeys (default 0)")
     _model_flags(identify)
-    _running_flags(identify)
+    _threads_flag(identify)
 
     heads = commands.add_parser(
         "heads",
@@ -127,7 +127,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     from app.cli_eval import add_kinds
 
-    add_kinds(commands.add_parser("eval", help="measure a model, or what settings cost"), _model_flags, _running_flags)
+    add_kinds(commands.add_parser("eval", help="measure a model, or what settings cost"), _model_flags, _threads_flag)
 
     doctor = commands.add_parser(
         "doctor",
@@ -182,17 +182,23 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--chunk", type=int, metavar="N", help="tokens read at a time")
     group.add_argument("--context", type=int, metavar="N", help="tokens of context (default: the model's)")
-    group.add_argument(
+    group.add_argument("--cache-dir", type=Path, metavar="DIR", help=argparse.SUPPRESS)
+    parser.add_argument("--debug", action="store_true", default=None, help="log more; show where an error came from")
+
+
+def _threads_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads")
+
+
+def _answering_flags(parser: argparse.ArgumentParser) -> None:
+    """Of the commands that answer questions."""
+    _threads_flag(parser)
+    parser.add_argument(
         "--library-quota",
         type=float,
         metavar="GB",
         help="disk space for what was read, to open it again at once; 0: none (default: a quarter of what is free)",
     )
-    group.add_argument("--cache-dir", type=Path, metavar="DIR", help=argparse.SUPPRESS)
-    parser.add_argument("--debug", action="store_true", default=None, help="log more; show where an error came from")
-
-
-def _running_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("another server in place of the own engine")
     group.add_argument("--engine", choices=get_args(EngineName), help=f"default {Settings.engine}")
     group.add_argument(
@@ -200,7 +206,6 @@ def _running_flags(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="where a server speaks OpenAI's API, such as vLLM or SGLang; its key is read from OPENAI_API_KEY",
     )
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads")
 
 
 def _sampling_flags(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from app.evaluation.commands import CONTEXT_KINDS, add_context_kinds
 _AddFlags = Callable[[argparse.ArgumentParser], None]
 
 
-def add_kinds(parser: argparse.ArgumentParser, model_flags: _AddFlags, running_flags: _AddFlags) -> None:
+def add_kinds(parser: argparse.ArgumentParser, model_flags: _AddFlags, threads_flag: _AddFlags) -> None:
     """The flags of every kind; nothing is loaded for them."""
     kinds: Any = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
     quality = kinds.add_parser(
@@ -36,8 +36,8 @@ def add_kinds(parser: argparse.ArgumentParser, model_flags: _AddFlags, running_f
     quality.add_argument("--pattern", metavar="DIR", help="head pattern (default: the model's)")
     quality.add_argument("--json", action="store_true", help="print one JSON object")
     quality.add_argument("--debug", action="store_true", default=None, help=argparse.SUPPRESS)
-    running_flags(quality)
-    add_context_kinds(kinds, model_flags, running_flags)
+    threads_flag(quality)
+    add_context_kinds(kinds, model_flags, threads_flag)
 
 
 def evaluate(settings: Settings, args: argparse.Namespace) -> int:

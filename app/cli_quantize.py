@@ -37,6 +37,8 @@ def quantize(settings: Settings, model: str, out: Path, calibration: str | None,
     """Write the checkpoint `out`; 0 when it is whole. `calibration`: a file, a directory, "none", or the built-in."""
     if out.exists():
         raise UsageError(f"{out} exists already. Choose another OUT, or delete it.")
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
     if tokens < 1:
         raise UsageError(f"--calibration-tokens is {tokens}; it must be at least 1.")
     started = time.monotonic()

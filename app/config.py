@@ -21,7 +21,7 @@ DEFAULT_HUB_MODEL = "gradientai/Llama-3-8B-Instruct-Gradient-4194k"
 
 
 # What says how the own engine works, and nothing to another server.
-_OWN_ENGINE = ("mode", "weights", "kv", "pattern", "retrieval_ratio", "sink", "recent", "chunk", "threads")
+_OWN_ENGINE = tuple("mode weights kv pattern retrieval_ratio sink recent chunk threads library_quota".split())
 _NOT_ENDLESS = ("kv", "pattern", "retrieval_ratio", "context")
 
 
@@ -122,9 +122,8 @@ class Settings:
             )
         idle = [name for name in _OWN_ENGINE if values.get(name) is not None]
         if values.get("engine") == "openai" and idle:
-            raise UsageError(
-                f"--{idle[0].replace('_', '-')} is for Octavo's own engine. Leave it out, or --engine openai."
-            )
+            flag = "--sink-tokens" if idle[0] == "sink" else f"--{idle[0].replace('_', '-')}"
+            raise UsageError(f"{flag} is for Octavo's own engine. Leave it out, or --engine openai.")
         return cls(**{name: value for name, value in values.items() if value is not None})
 
     @classmethod

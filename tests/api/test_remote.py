@@ -167,6 +167,7 @@ def test_settings_that_go_with_it() -> None:
         {"engine": "other", "base_url": "http://127.0.0.1:1/v1"},
         {"engine": "openai", "base_url": "http://127.0.0.1:1/v1", "kv": "kv4"},
         {"engine": "openai", "base_url": "http://127.0.0.1:1/v1", "sink": 4},
+        {"engine": "openai", "base_url": "http://127.0.0.1:1/v1", "library_quota": 5.0},
     ):
         with pytest.raises(UsageError, match="--"):
             Settings.from_mapping(wrong)

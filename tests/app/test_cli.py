@@ -385,6 +385,21 @@ def test_what_is_wrong_without_a_model_is_told_before_one_is_loaded(
     assert main(["ask", *wrong]) == 2
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["heads", "--library-quota", "1"],
+        ["plan", "--library-quota", "1"],
+        ["identify", "--out", "x", "--engine", "openai"],
+        ["quantize", "a", "b", "--engine", "openai"],
+        ["eval", "needle", "--out", "x", "--base-url", "http://127.0.0.1:1/v1"],
+    ],
+)
+def test_a_flag_that_a_command_does_not_use_is_refused(capsys: pytest.CaptureFixture[str], wrong: list[str]) -> None:
+    assert main(wrong) == 2
+    assert "--" in capsys.readouterr().err
+
+
 def test_a_terminal_that_lacks_a_character_still_gets_the_answer(
     monkeypatch: pytest.MonkeyPatch, model: FakeRunner
 ) -> None:
