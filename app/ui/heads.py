@@ -48,15 +48,15 @@ def heads_panel(service: ChatService, session: gr.State) -> None:
         same = abs(wanted - heads.settings.retrieval_ratio) < 1e-9
         return f"{said} In force now." if same else f"{said} Start with `--retrieval-ratio {wanted:g}` to use it."
 
-    async def tested(session: Session) -> AsyncIterator[str]:
-        sources = _sources(session)
+    async def tested(session: Session | None) -> AsyncIterator[str]:
+        sources = _sources(session) if session is not None else []
         if not sources:
             yield "Add a document first."
             return
         yield "Reading the document with facts planted in it …"
         seen: list[Seen] = []
-        rest = service.self_test(max(sources, key=lambda source: len(source.text)), _FACTS)
         try:
+            rest = service.self_test(max(sources, key=lambda source: len(source.text)), _FACTS)
             while (one := await asyncio.to_thread(next, rest, None)) is not None:
                 seen.append(one)
                 yield depth_chart(seen)
@@ -87,4 +87,4 @@ def _sources(session: Session) -> list[Selection]:
     """Documents on the shelf, else those that the chat has read."""
     conversation = session.conversation
     waiting = [attachment.source for attachment in conversation.readable]
-    return waiting or [source for turn in conversation.chat.turns for source in turn.sources]
+    return waiting or [source for turn in conversation.chat.turns for source in turn.sources if source.document.pages]

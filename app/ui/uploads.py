@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import shutil
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 from urllib.parse import unquote
 
 from starlette.datastructures import UploadFile
@@ -111,12 +113,17 @@ async def _receive_folder(request: Request, folder: Path) -> None:
         for _, file in form.multi_items():
             assert isinstance(file, UploadFile)
             parts = PurePosixPath((file.filename or "").replace("\\", "/")).parts
-            if not parts or ".." in parts or parts[0].startswith("/") or any(":" in part[:2] for part in parts):
+            outside = ".." in parts or "\0" in "".join(parts) or any(":" in part[:2] for part in parts)
+            if not parts or outside or parts[0].startswith("/"):
                 raise UsageError(f"The folder holds the path {file.filename!r}, which leads outside it.")
             path = folder.joinpath(*parts)
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as target:
-                shutil.copyfileobj(file.file, target, 1 << 20)
+            await asyncio.to_thread(_copy, file.file, path)
+
+
+def _copy(file: BinaryIO, path: Path) -> None:
+    with path.open("wb") as target:
+        shutil.copyfileobj(file, target, 1 << 20)
 
 
 def _delete(path: Path) -> None:

@@ -167,6 +167,15 @@ def test_paths_of_a_folder_cannot_lead_out(uploads: Uploads, path: str) -> None:
     assert _files(uploads) == []
 
 
+def test_a_path_that_no_disk_takes_is_told(uploads: Uploads) -> None:
+    body = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a\0b.txt"\r\n\r\nhi\r\n--x--\r\n'
+    headers = {"x-file-name": "shop", "content-type": "multipart/form-data; boundary=x"}
+    answer = _upload_client(uploads).put("/uploads", content=body, headers=headers)
+    assert answer.status_code == 400
+    assert "shop" in answer.json()["error"] or "leads outside" in answer.json()["error"]
+    assert _files(uploads) == []
+
+
 def test_200_mb_are_streamed_to_disk(uploads: Uploads) -> None:
     uploads.max_bytes = 256 << 20
     part = bytes(range(256)) * 4096  # 1 MiB
