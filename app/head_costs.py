@@ -57,7 +57,7 @@ class Heads:
     device: torch.device
 
     def preview(self, ratio: float, context: int) -> str:
-        """What another ratio would cost and save, beside the one in force, and how to get it."""
+        """What another ratio would cost and save, beside the one in force."""
         now, then = (
             ratio_cost(self.config, self.pattern, self.settings, each, context, self.device)
             for each in (self.settings.retrieval_ratio, ratio)

@@ -100,22 +100,34 @@ async function sendDropped(transfer) {
   const entries = [...transfer.items].map((item) => item.webkitGetAsEntry?.()).filter((entry) => entry?.isDirectory);
   const folders = new Set(entries.map((entry) => entry.name));
   const files = [...transfer.files].filter((file) => !folders.has(file.name));
-  await send([...files, ...(await Promise.all(entries.map(whole)))]);
+  await send(files);
+  for (const entry of entries) {
+    try {
+      await send([await whole(entry)]);
+    } catch (problem) {
+      find("#oc-composer").prepend(arriving);
+      refuse(card(entry.name), `${entry.name} could not be read: ${problem.message || problem}.`);
+    }
+  }
+}
+
+function refuse({ item, say }, problem) {
+  item.className = "oc-card oc-bad";
+  say(String(problem));
+  setTimeout(() => item.remove(), 12000);
 }
 
 async function send(files) {
   if (!files.length) return;
   find("#oc-composer").prepend(arriving);
   for (const file of files) {
-    const { item, say } = card(file.name);
+    const place = card(file.name);
     try {
-      const id = await put(file, say);
+      const id = await put(file, place.say);
       trigger("added", { files: [{ id, name: file.name }] });
-      item.remove();
+      place.item.remove();
     } catch (problem) {
-      item.className = "oc-card oc-bad";
-      say(String(problem));
-      setTimeout(() => item.remove(), 12000);
+      refuse(place, problem);
     }
   }
 }
@@ -256,7 +268,10 @@ async function save(item, kind) {
   const answer = await fetch(`exports/${item.dataset.id}.${kind}`, {
     headers: { "X-Octavo-Browser": localStorage.getItem("octavo-browser") || "" },
   });
-  if (!answer.ok) return;
+  if (!answer.ok) {
+    alert(`The chat could not be saved: ${(await answer.json().catch(() => ({}))).error || answer.status}`);
+    return;
+  }
   const link = document.createElement("a");
   link.href = URL.createObjectURL(await answer.blob());
   link.download = `${item.querySelector(".oc-open span").textContent.replace(/[^\p{L}\p{N} .-]/gu, "_")}.${kind}`;
@@ -328,6 +343,7 @@ const placeOf = (item) => `${item.name}, page ${item.page}` + (item.line ? `, li
 
 function evidence(turn, number) {
   const box = part("details", "oc-evidence");
+  box.dataset.turn = turn.id;
   const passages = turn.passages.length;
   const found = turn.quotes.filter((quote) => quote.name).length;
   const facts = [];
@@ -371,22 +387,46 @@ function openFresh() {
 
 // The chat component draws its rows when it likes: whatever row lacks its buttons gets them.
 let drawn = "";
+let turns = [];
+let opened = new Set(); // turns whose evidence was open when it was last drawn anew
 function decorate() {
   const facts = find("#oc-turns [data-turns]")?.dataset.turns || "[]";
-  if (facts !== drawn) for (const bar of document.querySelectorAll("#oc-chat :is(.oc-tools, .oc-evidence)")) bar.remove();
-  drawn = facts;
-  const turns = JSON.parse(facts);
+  if (facts !== drawn) {
+    opened = new Set([...document.querySelectorAll("#oc-chat .oc-evidence[open]")].map((box) => box.dataset.turn));
+    for (const bar of document.querySelectorAll("#oc-chat :is(.oc-tools, .oc-evidence)")) bar.remove();
+    drawn = facts;
+    turns = JSON.parse(facts);
+  }
   document.querySelectorAll("#oc-chat .bot-row").forEach((row, at) => {
     const next = row.nextElementSibling;
     const place = next?.matches(".message-buttons") ? next : row;
     if (!turns[at] || turns[at].live || place.querySelector(":scope > .oc-tools")) return;
     place.append(toolbar(turns[at], at + 1, at === turns.length - 1));
-    if (turns[at].passages.length || turns[at].quotes.length) place.append(evidence(turns[at], at + 1));
+    if (!turns[at].passages.length && !turns[at].quotes.length) return;
+    const box = evidence(turns[at], at + 1);
+    box.open = opened.has(turns[at].id);
+    place.append(box);
   });
 }
+
+// What the engine does is drawn anew while it works: the panel stays open over that.
+let watching = false;
+addEventListener(
+  "beforetoggle",
+  (event) => {
+    if (event.target.id === "oc-engine") watching = event.newState === "open";
+  },
+  true,
+);
+function watchOn() {
+  const panel = watching && find("#oc-engine");
+  if (panel && !panel.matches(":popover-open")) panel.showPopover();
+}
+
 new MutationObserver(() => {
   decorate();
   openFresh();
+  watchOn();
 }).observe(document.body, { childList: true, subtree: true });
 
 addEventListener("click", (event) => {
@@ -410,6 +450,8 @@ addEventListener(
   (event) => {
     if (event.isComposing) event.stopPropagation(); // Enter ends a composed word, it does not send
     else if (event.key === "Escape") {
+      // A panel that is open, or a title that is edited, takes the key for itself.
+      if (find(":popover-open") || event.target.closest?.(".oc-item")) return;
       if (document.body.dataset.side === "over") side(false);
       else (find("#oc-question .stop-button") || find("[data-do=unedit]"))?.click();
     }

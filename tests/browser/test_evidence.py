@@ -44,3 +44,7 @@ def test_cards_lead_to_the_place_in_the_document(
     page.wait_for_function("!document.querySelector('#oc-source')?.matches(':popover-open')")
     page.reload()
     page.wait_for_selector(".oc-evidence summary")
+    page.click(".oc-evidence summary")
+    ask(page, "Who says so?")
+    page.wait_for_function("document.querySelectorAll('.oc-evidence').length === 2")
+    assert page.evaluate("[...document.querySelectorAll('.oc-evidence')].map(box => box.open)") == [True, False]

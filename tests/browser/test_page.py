@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page
 
+from app.engine.types import Memory
 from app.errors import UsageError
 from tests.browser.conftest import Site, add, ask, state, until
-from tests.browser.scripted import Script
+from tests.browser.scripted import Script, ScriptedRunner
 
 pytestmark = pytest.mark.browser
 
@@ -101,6 +102,33 @@ def test_stop_while_reading_then_a_new_question_at_once(site: Site, open_page: O
     assert "vermilion" in page.locator(ANSWER).nth(2).inner_text()
     assert "Stopped." in page.locator(ANSWER).nth(2).inner_text()
     assert not page.query_selector("#oc-shelf .oc-card")
+
+
+def test_details_stay_open_while_the_engine_works(
+    site: Site, open_page: Open, texts: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks = count(1)
+    monkeypatch.setattr(ScriptedRunner, "memory", lambda runner: Memory(1, 2, 3, next(peaks) * 10**9))
+    page = open_page(site.url)
+    state(page, "idle")
+    add(page, texts("long.txt", "vermilion", 30))
+    state(page, "plan")
+    ask(page, "What is the code word?")
+    state(page, "reading")
+    shown = "document.querySelector('#oc-engine').matches(':popover-open')"
+    page.click("[popovertarget=oc-engine]")
+    for _ in range(2):  # drawn anew twice
+        before = page.inner_text("#oc-engine")
+        until(lambda before=before: page.inner_text("#oc-engine") not in ("", before))
+        until(lambda: page.evaluate(shown))
+    page.keyboard.press("Escape")  # closes the panel, and stops nothing
+    assert not page.evaluate(shown)
+    before = page.text_content("#oc-engine")
+    until(lambda: page.text_content("#oc-engine") != before)
+    assert not page.evaluate(shown)
+    state(page, "reading", "answering")
+    page.keyboard.press("Escape")
+    until(lambda: not site.service.busy, site.script.chunk_s + 1.0)
 
 
 def test_two_tabs_share_nothing(site: Site, open_page: Open, texts: Texts) -> None:
