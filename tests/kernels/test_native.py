@@ -1,6 +1,8 @@
 """Kernels in C: equal to their references on odd shapes, in poisoned memory; compiled once, declined with a reason."""
 
 import subprocess
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -238,6 +240,22 @@ def test_code_is_compiled_once_and_a_damaged_file_again(monkeypatch, tmp_path):
     kept.write_bytes(whole[:-100])
     fresh(act_native.SOURCE)
     assert len(kept.read_bytes()) == len(whole)
+
+
+def test_a_full_disk_costs_a_compilation_and_leaves_no_file(monkeypatch, tmp_path):
+    folder, replace = tmp_path / "kernels", Path.replace
+
+    def full(path, target):
+        if target.parent == folder:
+            raise OSError(28, "No space left on device")
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(compiled, "_kept_in", folder)
+    path = compiled.kept("kernel", ".so", "key", lambda: b"code")
+    assert path.parent != folder and path.read_bytes()[: -compiled.CHECKSUM] == b"code"
+    assert list(folder.iterdir()) == []
 
 
 def test_without_a_compiler_the_reference_serves(monkeypatch):
