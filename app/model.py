@@ -110,7 +110,7 @@ def open_model(settings: Settings, progress: LoadProgress) -> OpenModel:
             "together."
         )
     note = files.note
-    if settings.kv == "kv4" and (warning := key_warning(checkpoint)):
+    if settings.mode == "duo" and settings.kv == "kv4" and (warning := key_warning(checkpoint)):
         note = f"{note} {warning}".strip()
     runner = build_runner(checkpoint, pattern, settings, lambda done: progress("Reading the weights", 0.1 + 0.8 * done))
     plan = runner.plan

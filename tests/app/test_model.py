@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import numpy as np
@@ -173,3 +174,16 @@ def test_plans_that_cannot_be_made_say_why(monkeypatch: pytest.MonkeyPatch, tmp_
     no_hub(monkeypatch, errors.OfflineModeIsEnabled("x"))
     with pytest.raises(OctavoError, match="not on this machine"):
         plan_context(Settings(model="owner/name"), 1000)
+
+
+@pytest.mark.parametrize(("mode", "told"), [("duo", True), ("endless", False)])
+def test_keys_too_large_for_4_bits_are_told_where_there_are_4_bits(
+    monkeypatch: pytest.MonkeyPatch, mode: str, told: bool
+) -> None:
+    monkeypatch.setattr(app.model, "key_warning", lambda checkpoint: "Keys are too large.")
+    runner = SimpleNamespace(
+        plan=None, describe=lambda: {"retrieval_ratio": 1.0}, decoder=SimpleNamespace(device=torch.device("cpu"))
+    )
+    monkeypatch.setattr(app.model, "build_runner", lambda *_: runner)
+    opened = app.model.open_model(Settings(model="embedded", mode=mode), lambda stage, done: None)  # type: ignore[arg-type]
+    assert ("too large" in opened.note) == told
