@@ -22,7 +22,7 @@ DEFAULT_HUB_MODEL = "gradientai/Llama-3-8B-Instruct-Gradient-4194k"
 
 # What says how the own engine works, and nothing to another server.
 _OWN_ENGINE = tuple("mode weights kv pattern retrieval_ratio sink recent chunk threads library_quota".split())
-_NOT_ENDLESS = ("kv", "pattern", "retrieval_ratio", "context")
+_NOT_ENDLESS = ("kv", "pattern", "retrieval_ratio", "context", "library_quota")
 
 
 def _folder(variable: str, default: str) -> Path:

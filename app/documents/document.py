@@ -15,6 +15,7 @@ Kind = Literal["text", "pdf", "docx", "html", "epub", "notebook", "code"]
 
 # C0 and C1 controls but tab and newline, DEL, the byte-order mark and U+FFFE/U+FFFF, which are no characters.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ufeff\ufffe\uffff]")
+_HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair: no character, and no encoding takes it
 _NEWLINE = re.compile("\r\n|[\r\x85\u2028\u2029]")
 
 PAGE_CHARS = 3000
@@ -124,7 +125,7 @@ class Extract:
 
 def clean(text: str) -> tuple[str, int]:
     """Text with `\\n` line ends and without control characters, and how many of those it had."""
-    return _CONTROL.subn("", unify_line_ends(text))
+    return _CONTROL.subn("", _HALF.sub("\ufffd", unify_line_ends(text)))
 
 
 def unify_line_ends(text: str) -> str:

@@ -346,7 +346,7 @@ def _snapshots(checkpoint: Checkpoint, mask: np.ndarray, settings: Settings, poo
         return None  # its windows forget; there is no history to come back to
     folder = settings.cache_dir / "library" / "snapshots"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         quota = settings.library_quota
         if quota is None:
             held = sum(file.stat().st_size for file in folder.iterdir())

@@ -15,7 +15,7 @@ def write_whole(path: Path, data: bytes | str) -> None:
     part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.part")
     try:
         with part.open("wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
+            file.write(data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)

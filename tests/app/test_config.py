@@ -43,7 +43,9 @@ def test_unknown_setting_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [{"kv": "kv4"}, {"pattern": Path()}, {"retrieval_ratio": 0.3}, {"context": 4096}], ids=str
+    "values",
+    [{"kv": "kv4"}, {"pattern": Path()}, {"retrieval_ratio": 0.3}, {"context": 4096}, {"library_quota": 1.0}],
+    ids=str,
 )
 def test_endless_mode_refuses_what_would_mean_nothing_in_it(values: dict[str, object]) -> None:
     with pytest.raises(UsageError, match=f"--{next(iter(values)).replace('_', '-')} means nothing in endless mode"):

@@ -47,6 +47,21 @@ def test_a_document_comes_back_equal_and_damage_is_noticed(tmp_path: Path, docum
     assert store.get(label) is None
 
 
+def test_half_characters_are_kept_out_of_documents_and_survive_in_questions(tmp_path: Path) -> None:
+    cells = [{"cell_type": "markdown", "source": ["Half a bird: \ud83d."], "metadata": {}}]
+    path = tmp_path / "birds.ipynb"
+    path.write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+    document = read_document(path)
+    assert document.text.startswith("Half a bird: \ufffd.")
+    owner = Library(tmp_path).owner("a secret")
+    chat = Chat()
+    chat.begin("Which \ud83d?", [Selection.whole(document)])
+    owner.save_chat(chat)
+    back = Library(tmp_path).owner("a secret").open_chat(chat.id)
+    assert back is not None
+    assert [turn.question for turn in back.path(back.head)] == ["Which \ud83d?"]
+
+
 def test_ids_are_kept_where_they_are_many_and_checked(tmp_path: Path) -> None:
     store = DocumentStore(tmp_path)
     store.keep_ids("few", [1, 2, 3])
