@@ -7,8 +7,6 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Any
 
 import gradio as gr
 
@@ -18,6 +16,7 @@ from app.service import ChatService, PlanView
 from app.ui import options, sidebar, source, views
 from app.ui.answer import Answer
 from app.ui.attachment import Attachment
+from app.ui.parts import BUSY, IDLE, Changes, Parts, field, files, number
 from app.ui.session import Loading, Session, Sessions
 from app.ui.uploads import Uploads
 
@@ -29,36 +28,6 @@ CHARS_FOR_DOUBLE_TIME = 8_000
 COUNTDOWN_S = 0.5
 STATUS_S = 1.0
 SECRET_CHARS = 24  # of a browser's secret; a shorter one is not from here
-
-# Properties of the question box: which button it shows.
-IDLE: dict[str, Any] = {"submit_btn": "Ask", "stop_btn": False}
-BUSY: dict[str, Any] = {"submit_btn": False, "stop_btn": "Stop"}
-
-Changes = dict[Any, Any]
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The components that handlers change."""
-
-    session: gr.State
-    tab: gr.Textbox
-    browser: gr.Textbox
-    welcome: gr.HTML
-    chat: gr.Chatbot
-    turns: gr.HTML
-    strip: gr.HTML
-    shelf: gr.HTML
-    question: gr.Textbox
-    status: gr.HTML
-    chats: gr.HTML
-    library: gr.HTML
-    source: gr.HTML
-    options: gr.HTML
-
-    @property
-    def all(self) -> list[Any]:
-        return list(vars(self).values())
 
 
 class Handlers:
@@ -188,7 +157,7 @@ class Handlers:
     async def acted(self, session: Session, event: gr.EventData) -> AsyncIterator[Changes]:
         """Something was done to a chat, a turn or a document of the library."""
         parts, conversation = self.parts, session.conversation
-        what, wanted, value = _field(event, "do"), str(_field(event, "id") or ""), str(_field(event, "value") or "")
+        what, wanted, value = field(event, "do"), str(field(event, "id") or ""), str(field(event, "value") or "")
         on_turn = what in ("edit", "unedit", "again", "resume", "branch", "fork")
         if on_turn and (running := conversation.running) is not None and what != "fork":
             yield {parts.strip: views.running_strip(running)}
@@ -282,7 +251,7 @@ class Handlers:
     async def added(self, session: Session, event: gr.EventData) -> AsyncIterator[Changes]:
         """Files have arrived: read them one after another, then say what they need."""
         parts, conversation = self.parts, session.conversation
-        arrived = [(upload_id, Attachment(str(name)[:200])) for upload_id, name in _pairs(event)]
+        arrived = [(upload_id, Attachment(str(name)[:200])) for upload_id, name in files(event)]
         conversation.shelf = conversation.shelf + [attachment for _, attachment in arrived]
         yield {parts.shelf: views.shelf(conversation.shelf)}
         for upload_id, attachment in arrived:
@@ -309,15 +278,15 @@ class Handlers:
 
     async def removed(self, session: Session, event: gr.EventData) -> Changes:
         """A document was taken off the shelf."""
-        wanted, conversation = _field(event, "id"), session.conversation
+        wanted, conversation = field(event, "id"), session.conversation
         conversation.shelf = [attachment for attachment in conversation.shelf if attachment.id != wanted]
         return await self._after_documents(session)
 
     async def paged(self, session: Session, event: gr.EventData) -> Changes:
         """Other pages of a document were chosen."""
         for attachment in session.conversation.readable:
-            if attachment.id == _field(event, "id"):
-                attachment.choose(_page(event, "first", attachment.first), _page(event, "last", attachment.last))
+            if attachment.id == field(event, "id"):
+                attachment.choose(number(event, "first", attachment.first), number(event, "last", attachment.last))
         return await self._after_documents(session)
 
     async def suggested(self, session: Session) -> Changes:
@@ -404,19 +373,3 @@ class Handlers:
 
     def _status(self, session: Session) -> str:
         return views.status(self.service.status(session.conversation.chat) if self.service.ready else None)
-
-
-def _field(event: gr.EventData, name: str) -> Any:
-    return event._data.get(name) if isinstance(event._data, dict) else None
-
-
-def _pairs(event: gr.EventData) -> list[tuple[object, object]]:
-    files = _field(event, "files")
-    return [(file.get("id"), file.get("name")) for file in files if isinstance(file, dict)] if files else []
-
-
-def _page(event: gr.EventData, name: str, otherwise: int) -> int:
-    try:
-        return int(_field(event, name))
-    except (TypeError, ValueError):
-        return otherwise

@@ -10,8 +10,9 @@ from fastapi import FastAPI
 
 from app.service import ChatService
 from app.ui import sidebar, views
-from app.ui.handlers import IDLE, Handlers, Parts
+from app.ui.handlers import Handlers
 from app.ui.heads import heads_panel
+from app.ui.parts import IDLE, Parts
 from app.ui.session import Loading
 from app.ui.theme import theme
 from app.ui.uploads import Uploads
@@ -32,7 +33,7 @@ def build_page(service: ChatService, loading: Loading, uploads: Uploads) -> gr.B
             views.header(uploads.max_bytes),
             elem_id="oc-header",
             apply_default_css=False,
-            js_on_load=(_HERE / "page.js").read_text(encoding="utf-8"),
+            js_on_load="\n".join((_HERE / part).read_text(encoding="utf-8") for part in ("page.js", "turns.js")),
         )
         with gr.Column(elem_id="oc-side"):
             gr.HTML(sidebar.FRAME, elem_id="oc-side-frame", apply_default_css=False)

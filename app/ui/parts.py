@@ -1,0 +1,57 @@
+"""The parts of the page that handlers change, and what its script sends them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import gradio as gr
+
+# Properties of the question box: which button it shows.
+IDLE: dict[str, Any] = {"submit_btn": "Ask", "stop_btn": False}
+BUSY: dict[str, Any] = {"submit_btn": False, "stop_btn": "Stop"}
+
+Changes = dict[Any, Any]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The components that handlers change."""
+
+    session: gr.State
+    tab: gr.Textbox
+    browser: gr.Textbox
+    welcome: gr.HTML
+    chat: gr.Chatbot
+    turns: gr.HTML
+    strip: gr.HTML
+    shelf: gr.HTML
+    question: gr.Textbox
+    status: gr.HTML
+    chats: gr.HTML
+    library: gr.HTML
+    source: gr.HTML
+    options: gr.HTML
+
+    @property
+    def all(self) -> list[Any]:
+        return list(vars(self).values())
+
+
+def field(event: gr.EventData, name: str) -> Any:
+    """What the script sent under a name; None where it sent nothing."""
+    return event._data.get(name) if isinstance(event._data, dict) else None
+
+
+def files(event: gr.EventData) -> list[tuple[object, object]]:
+    """(upload id, name) of files that have arrived."""
+    sent = field(event, "files")
+    return [(file.get("id"), file.get("name")) for file in sent if isinstance(file, dict)] if sent else []
+
+
+def number(event: gr.EventData, name: str, otherwise: int) -> int:
+    """A whole number that the script sent, `otherwise` where it is none."""
+    try:
+        return int(field(event, name))
+    except (TypeError, ValueError):
+        return otherwise
