@@ -103,7 +103,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
-    service = ChatService(Settings(model=args.model))
+    service = ChatService(Settings(model=args.model, library_quota=0.0))  # nothing of it is kept, or written beside it
     service.load()
     if service.load_error is not None:
         raise service.load_error
