@@ -1,19 +1,20 @@
-"""What a head pattern costs and saves at each ratio: memory, bytes read a token, arithmetic; and its picture."""
+"""What a head pattern costs and saves at each ratio: memory, bytes read a token, arithmetic; its picture; and the
+memory that other settings of the cache take."""
 
 from __future__ import annotations
 
 import io
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from app.config import Settings
+from app.config import Kv, Settings
 from app.engine.sizing import resolve_shape
-from models.cache.plan import weights_bytes
+from models.cache.plan import plan_memory, weights_bytes
 from models.config import ModelConfig
 from models.heads import HeadPattern
 from quant.w8a8 import dense_dtype, int8_head
@@ -48,6 +49,16 @@ class RatioCost:
 
 
 @dataclass(frozen=True)
+class SettingCost:
+    """Bytes of everything that the plan counts with these `flags`, and of cache for one more token."""
+
+    flags: str
+    total_bytes: int
+    bytes_per_token: int
+    in_force: bool
+
+
+@dataclass(frozen=True)
 class Heads:
     """A model's pattern with what its costs depend on."""
 
@@ -63,6 +74,23 @@ class Heads:
             for each in (self.settings.retrieval_ratio, ratio)
         )
         return then.against(now)
+
+    def other_settings(self, context: int, chunk: int) -> list[SettingCost]:
+        """Formats of the cache, windows and chunks, each changed by itself; `chunk` is the one in force."""
+        _, shape = resolve_shape(self.config, self.pattern, self.settings, self.device)
+        choices: list[tuple[str, str, object, bool]] = [
+            ("--kv", "kv", kv, kv == self.settings.kv) for kv in get_args(Kv)
+        ]
+        for flag, name, now in (("--sink-tokens", "sink", shape.sink), ("--recent", "recent", shape.recent)):
+            choices += [(flag, name, tokens, tokens == now) for tokens in (now, 2 * now)]
+        choices += [("--chunk", "chunk", tokens, tokens == chunk) for tokens in (max(1, chunk // 2), chunk, 2 * chunk)]
+        costs = []
+        for flag, name, value, in_force in choices:
+            settings = replace(self.settings, **{"chunk": chunk, name: value})  # type: ignore[arg-type]
+            _, shape = resolve_shape(self.config, self.pattern, settings, self.device)
+            plan = plan_memory(self.config, shape, settings.weights, context, settings.chunk or chunk, self.device)
+            costs.append(SettingCost(f"{flag} {value}", plan.total_bytes, plan.bytes_per_token, in_force))
+        return costs
 
     def picture(self, context: int) -> bytes:
         """A PNG, see `draw`."""

@@ -238,14 +238,14 @@ class Handlers:
             case "delete":
                 self.sessions.forget(owner, wanted)
                 owner.chats.delete(wanted)
-                self.service.library.sweep()
+                self.service.library.sweep(self.service.forget)
             case "pin":
                 owner.pin(wanted, value == "true")
             case "forget":
                 owner.remove(wanted)
                 if not self.service.library.shared(wanted, owner):
                     self.service.forget(wanted)
-                self.service.library.sweep()
+                self.service.library.sweep(self.service.forget)
         return self._lists(session)
 
     async def added(self, session: Session, event: gr.EventData) -> AsyncIterator[Changes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from app.__main__ import main
 from app.config import Settings
 from app.embedded import embedded_model_path
 from app.head_costs import Heads, ratio_cost
-from app.model import choose_pattern, find_model
+from app.model import choose_pattern, find_model, plan_context
+from app.ui.heads import cost_table
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
 from models.cache.shape import BLOCK, CacheShape
@@ -67,6 +69,30 @@ def test_costs_are_those_of_the_cache() -> None:
     # 45 heads see all, 45 see 640: of 4096 tokens' pasts, 640 * 641 / 2 + 3456 * 640 of 4096 * 4097 / 2
     assert half.attention == pytest.approx(0.5 + 0.5 * (640 * 641 / 2 + 3456 * 640) / (4096 * 4097 / 2))
     assert "-" in half.against(full)
+
+
+def test_other_settings_cost_what_the_plan_says() -> None:
+    settings = Settings(model="embedded")
+    pattern, _ = choose_pattern(find_model(settings), settings)
+    assert pattern is not None
+    heads = Heads(open_checkpoint(embedded_model_path()).config, pattern, settings, CPU)
+    costs = {cost.flags: cost for cost in heads.other_settings(8192, 2048)}
+    assert [flags for flags, cost in costs.items() if cost.in_force] == [
+        "--kv kv4",
+        f"--sink-tokens {pattern.sink}",
+        f"--recent {pattern.recent}",
+        "--chunk 2048",
+    ]
+    assert len({cost.total_bytes for cost in costs.values() if cost.in_force}) == 1
+    plan, _, _ = plan_context(replace(settings, chunk=2048), 8192, gpu=False)
+    now, wide = costs["--kv kv4"], costs["--kv bf16"]
+    assert (now.total_bytes, now.bytes_per_token) == (plan.total_bytes, plan.bytes_per_token)
+    assert wide.bytes_per_token > costs["--kv kv8"].bytes_per_token > now.bytes_per_token
+    for more in (f"--sink-tokens {2 * pattern.sink}", f"--recent {2 * pattern.recent}", "--chunk 4096"):
+        assert costs[more].total_bytes > now.total_bytes
+        assert costs[more].bytes_per_token == now.bytes_per_token
+    table = cost_table(list(costs.values()), 8192)
+    assert table.count("(in force)") == 4 and "8,192 tokens" in table and "--kv kv8" in table
 
 
 def test_the_page_previews_before_a_ratio_is_applied() -> None:

@@ -62,6 +62,7 @@ def test_heads_preview_and_self_test(url: str, open_page: Callable[..., Page], t
     page.click("#oc-heads > button")
     page.wait_for_selector("#oc-heads-picture img[src^='data:image/png']", timeout=60_000)
     until(lambda: "45 heads keep everything" in page.inner_text("#oc-heads-preview"), 60)
+    assert page.locator("#oc-costs td:first-child:has-text('--kv')").count() == 3
     page.fill("#oc-heads input[type=number]", "0.2")
     page.press("#oc-heads input[type=number]", "Enter")
     until(lambda: "--retrieval-ratio 0.2" in page.inner_text("#oc-heads-preview"), 60)
