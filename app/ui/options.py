@@ -46,7 +46,7 @@ def form(chat: Chat) -> str:
     """The settings of a chat, in a popover."""
     presets = "".join(_preset(preset, chat.sampling) for preset in PRESETS)
     numbers = "".join(_number(chat.sampling, *entry) for entry in _NUMBERS)
-    fixed = bool(chat.turns)
+    fixed = bool(chat.tree)  # all branches begin with it, the one that is being answered too
     note = (
         "Fixed since the first question; a new chat can have another." if fixed else "Told to the model first of all."
     )
@@ -95,7 +95,7 @@ def take(chat: Chat, text: str) -> None:
     except ValueError as error:
         raise UsageError(str(error)) from error
     chat.sampling = sampling
-    if not chat.turns and "system" in values:
+    if not chat.tree and "system" in values:
         chat.system = str(values["system"]).strip() or None
 
 

@@ -59,11 +59,12 @@ def test_what_is_no_form_is_refused(text):
         take(Chat(), text)
 
 
-def test_the_system_prompt_is_fixed_by_the_first_answer_and_escaped():
+def test_the_system_prompt_is_fixed_by_the_first_question_and_escaped():
     chat = Chat("</textarea><script>")
     assert "<script>" not in form(chat) and "disabled" not in form(chat)
-    turn = chat.begin("?")
-    chat.update(turn.id, answered=True)
+    chat.begin("?")
+    assert "disabled" in form(chat)
+    chat.head = None  # the first question is edited: the other branch has this prompt already
     assert "disabled" in form(chat)
     take(chat, json.dumps(_filled(chat) | {"system": "Another."}))
     assert chat.system == "</textarea><script>"
