@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import asdict
 from pathlib import Path, PurePath
 from typing import Any
@@ -22,6 +23,7 @@ _ROOT = Path(__file__).parents[2]
 _REFUSED = 3
 _GRACE_S = 5.0  # the process watches its own clock between pages; this is for one that hangs within one
 _MEMORY = 8 << 30  # address space: a text of all characters allowed, several times over
+_READERS = threading.BoundedSemaphore(4)  # at once; more would only share processors and memory
 _ERRORS = {"BadDocument": BadDocument, "DocumentTooLarge": DocumentTooLarge}
 _SUFFIXES = frozenset((".html", ".htm", ".xhtml", ".ipynb"))
 
@@ -49,7 +51,9 @@ def _read_apart(path: Path, name: str, limits: Limits) -> Document:
     command = [sys.executable, "-P", "-m", __name__, str(path.absolute()), shown, json.dumps(told)]
     env = {**os.environ, "PYTHONPATH": str(_ROOT)}
     try:
-        done = subprocess.run(command, env=env, capture_output=True, timeout=limits.max_seconds + _GRACE_S, check=False)
+        with _READERS:
+            most = limits.max_seconds + _GRACE_S
+            done = subprocess.run(command, env=env, capture_output=True, timeout=most, check=False)
     except subprocess.TimeoutExpired as error:
         raise DocumentTooLarge(
             f"{shown} takes longer than {limits.max_seconds:,.0f} s to read, the limit for one document. Split it."

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import socket
 import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
     from app.service import ChatService
 
 log = logging.getLogger("octavo.ui")
+
+# What the page and the API wait for beside the event loop is mostly waiting itself (for a file to be read, for the
+# engine); asyncio's own number, a few more than there are processors, would let a few slow files hold up everybody.
+_THREADS = 64
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -66,6 +72,7 @@ def create_app(service: ChatService, settings: Settings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "octavo-page"))
         threading.Thread(target=load, name="load-model", daemon=True).start()
         yield
         uploads.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from starlette.testclient import TestClient
 from app.access import Access, Guard, is_local
 from app.config import Settings
 from app.errors import UsageError
-from app.ui.server import bind, serve
+from app.service import ChatService
+from app.ui.server import bind, create_app, serve
 from app.ui.uploads import Uploads
 
 
@@ -72,6 +74,21 @@ def test_from_elsewhere_a_key_opens_the_api_and_a_password_everything() -> None:
     assert client.get("/").status_code == client.get("/v1/models").status_code == 401
     for path in ("/", "/v1/models"):
         assert client.get(path, auth=("ann", "pass:word")).status_code == 200
+
+
+def test_slow_files_hold_up_nobody() -> None:
+    def fail(settings: Settings, progress: Any) -> Any:
+        raise UsageError("no model here")
+
+    app = create_app(ChatService(Settings(), fail), Settings())
+    slow = threading.Barrier(50)
+
+    async def fifty_at_once() -> None:
+        async with app.router.lifespan_context(app):
+            await asyncio.gather(*(asyncio.to_thread(slow.wait, 10) for _ in range(50)))
+
+    asyncio.run(fifty_at_once())
+    assert not slow.broken
 
 
 def _client(app: FastAPI, **options: Any) -> TestClient:

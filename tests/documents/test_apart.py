@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,32 @@ def test_the_document_is_the_same(tmp_path: Path, data: bytes, name: str) -> Non
 def test_a_folder_is_read_apart(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("words")
     assert read_safely(tmp_path) == read_document(tmp_path)
+
+
+def test_a_few_are_read_at_once_and_the_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    running, most, lock = 0, 0, threading.Lock()
+
+    def run(*args: object, **options: object) -> subprocess.CompletedProcess[bytes]:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.05)
+        with lock:
+            running -= 1
+        return subprocess.CompletedProcess([], 1, b"", b"")
+
+    def refused(path: Path) -> bool:
+        with pytest.raises(BadDocument, match="its reader broke"):
+            read_safely(path)
+        return True
+
+    monkeypatch.setattr(subprocess, "run", run)
+    path = tmp_path / "a.html"
+    path.write_text("<html>words</html>")
+    with ThreadPoolExecutor(12) as pool:
+        assert all(pool.map(refused, [path] * 12))
+    assert most == 4
 
 
 def test_refusals_come_back_as_they_are(tmp_path: Path) -> None:
