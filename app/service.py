@@ -189,12 +189,12 @@ class ChatService:
 
             def keep(done: Done) -> None:
                 ids = tuple(loaded.prompts.answer_ids(done.token_ids, loaded.stop_ids))
-                said: dict[str, Any] = {"answer_ids": ids, "answer": done.text, "finish_reason": done.finish_reason}
+                said = {"answer_ids": ids, "answer": done.text, "finish_reason": done.finish_reason}
+                chat.update(turn_id, answered=bool(done.token_ids), **said)  # first: the answer counts without evidence
                 places = loaded.ids.places(prompt, read)
                 found = passages(done.looked, places, loaded.model.tokenizer) if done.looked is not None else ()
                 quoted = quotes(done.text, [place.document for place in places])
-                said |= {"passages": tuple(found), "quotes": tuple(quoted)}
-                chat.update(turn_id, answered=bool(done.token_ids), **said)
+                chat.update(turn_id, passages=tuple(found), quotes=tuple(quoted))
 
             generation = loaded.engine.submit(request, keep)
             chat.follow(generation)

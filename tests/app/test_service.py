@@ -483,6 +483,20 @@ def test_a_stopped_answer_goes_on_from_its_last_token(start: Start, document: Do
         service.resume(chat, turn.id)
 
 
+def test_an_answer_whose_evidence_fails_is_not_lost(
+    start: Start, document: Document, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object) -> list[Any]:
+        raise RuntimeError("broken")
+
+    service = start()
+    chat = service.new_chat()
+    monkeypatch.setattr("app.service.quotes", broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        service.ask(chat, "First?", [document]).result()
+    assert [(turn.answer, turn.answered) for turn in chat.turns] == [("Yes.", True)]
+
+
 def test_where_documents_end_is_marked(start: Start, document: Document, tmp_path: Path) -> None:
     service = start()
     seen: list[Any] = []
