@@ -308,7 +308,7 @@ addEventListener(
     if (event.isComposing) event.stopPropagation(); // Enter ends a composed word, it does not send
     else if (event.key === "Escape") {
       // A panel that is open, or a title that is edited, takes the key for itself.
-      if (find(":popover-open") || event.target.closest?.(".oc-item")) return;
+      if (find(":popover-open") || event.target.matches?.(".oc-item input")) return;
       if (document.body.dataset.side === "over") side(false);
       else (find("#oc-question .stop-button") || find("[data-do=unedit]"))?.click();
     }
