@@ -112,7 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="rounds of exchanging heads by measured divergence at --retrieval-ratio (default 0)",
     )
     identify.add_argument("--seed", type=int, default=0, metavar="S", help="of the passkeys (default 0)")
-    _model_flags(identify)
+    _heads_flags(identify)
     _threads_flag(identify)
 
     heads = commands.add_parser(
@@ -123,7 +123,7 @@ def build_parser() -> argparse.ArgumentParser:
     heads.add_argument("--plot", type=Path, metavar="FILE", help="also draw a PNG")
     heads.add_argument("--count", type=int, metavar="N", help="so many heads, instead of --retrieval-ratio")
     heads.add_argument("--threshold", type=float, metavar="T", help="heads that score so much, instead of a ratio")
-    _model_flags(heads)
+    _format_flags(heads)
 
     from app.cli_eval import add_kinds
 
@@ -143,22 +143,35 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _model_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model",
-        help="a hub id, a directory of safetensors, a .gguf file, or 'embedded'"
-        " (default: Llama-3 8B with 4M tokens on an NVIDIA GPU, else the small embedded model)",
-    )
+    """Of the commands that run a model as it answers, or plan for that."""
+    group = _format_flags(parser)
     group.add_argument(
         "--mode",
         choices=get_args(Mode),
         help="duo: retrieval heads keep everything; endless: every head keeps the first and the last tokens, and the"
         f" conversation never ends (default {Settings.mode})",
     )
+    group.add_argument("--chunk", type=int, metavar="N", help="tokens read at a time")
+
+
+def _format_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """A model, its heads, and how weights and cache are held."""
+    group = _heads_flags(parser)
     group.add_argument("--weights", choices=get_args(Weights), help=f"default {Settings.weights}")
     group.add_argument("--kv", choices=get_args(Kv), help=f"cache of retrieval heads (default {Settings.kv})")
     group.add_argument(
         "--pattern", type=Path, metavar="DIR", help="head pattern: full_attention_heads.tsv, config.json"
+    )
+    return group
+
+
+def _heads_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """A model, and how many of its heads keep what."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model",
+        help="a hub id, a directory of safetensors, a .gguf file, or 'embedded'"
+        " (default: Llama-3 8B with 4M tokens on an NVIDIA GPU, else the small embedded model)",
     )
     group.add_argument(
         "--retrieval-ratio",
@@ -180,10 +193,10 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="last tokens that streaming heads keep (default: the pattern's; endless mode: 2,044)",
     )
-    group.add_argument("--chunk", type=int, metavar="N", help="tokens read at a time")
     group.add_argument("--context", type=int, metavar="N", help="tokens of context (default: the model's)")
     group.add_argument("--cache-dir", type=Path, metavar="DIR", help=argparse.SUPPRESS)
     parser.add_argument("--debug", action="store_true", default=None, help="log more; show where an error came from")
+    return group
 
 
 def _threads_flag(parser: argparse.ArgumentParser) -> None:

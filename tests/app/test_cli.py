@@ -389,6 +389,9 @@ def test_what_is_wrong_without_a_model_is_told_before_one_is_loaded(
     "wrong",
     [
         ["heads", "--library-quota", "1"],
+        ["heads", "--mode", "endless"],
+        ["heads", "--chunk", "64"],
+        ["identify", "--out", "x", "--kv", "kv8"],
         ["plan", "--library-quota", "1"],
         ["identify", "--out", "x", "--engine", "openai"],
         ["quantize", "a", "b", "--engine", "openai"],
