@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import struct
 import threading
@@ -19,6 +20,8 @@ import numpy as np
 from app.chat import Selection
 from app.documents import Document
 from app.library.files import read_json, write_whole
+
+log = logging.getLogger(__name__)
 
 _LABEL = re.compile(r"[0-9a-f]{32}")
 _LEAST_IDS = 4096  # fewer are made again sooner than a file is read
@@ -73,10 +76,13 @@ class DocumentStore:
         return tuple(np.frombuffer(data, dtype="<i4", offset=_CHECK.size).tolist())
 
     def keep_ids(self, name: str, ids: Sequence[int]) -> None:
-        """Keep the ids of some pages of a document, where there are many."""
+        """Keep the ids of some pages of a document, where there are many; without room they are made again."""
         if len(ids) >= _LEAST_IDS:
             data = np.asarray(ids, dtype="<i4").tobytes()
-            write_whole(self.folder / f"{name}.ids", _CHECK.pack(zlib.crc32(data)) + data)
+            try:
+                write_whole(self.folder / f"{name}.ids", _CHECK.pack(zlib.crc32(data)) + data)
+            except OSError as error:
+                log.warning("Token ids of a document are not kept: %s", error)
 
     def _path(self, label: str) -> Path:
         return self.folder / f"{label}.json"

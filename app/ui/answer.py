@@ -124,12 +124,14 @@ class Answer:
         finally:
             if self.error is not None and describe(self.error)[1] >= 500:
                 log.error("An answer failed", exc_info=self.error)
-            self._note_end(chat)
-            ended(self)
-            with self._lock:
-                self.finished.set()
-                self.phase = "done"
-                self.version += 1
+            try:
+                self._note_end(chat)
+                ended(self)
+            finally:
+                with self._lock:
+                    self.finished.set()
+                    self.phase = "done"
+                    self.version += 1
 
     def _note_end(self, chat: Chat) -> None:
         """What the chat says of a turn that ended without a word."""

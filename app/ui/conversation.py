@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from app.chat import Chat, Selection, Turn
 from app.engine.types import SamplingParams
@@ -12,6 +14,8 @@ from app.library import Owner
 from app.service import ChatService, MemoryBegins, PlanView
 from app.ui.answer import Answer
 from app.ui.attachment import Attachment
+
+log = logging.getLogger("octavo.ui")
 
 
 class Conversation:
@@ -26,6 +30,7 @@ class Conversation:
         self.chat = chat or service.new_chat()
         self.shelf: list[Attachment] = []
         self.deleted = False
+        self.unsaved = ""  # why the disk does not hold what is shown
         self.editing: str | None = None  # the turn whose question the next one replaces
         self._answers: list[Answer] = []
 
@@ -118,7 +123,8 @@ class Conversation:
             replaced, self.editing = self.chat.tree[self.editing], None
             self.chat.head, sources = replaced.parent, list(replaced.sources)
         for attachment in attachments:
-            self.owner.add(attachment.source.document, attachment.tokens if attachment.whole else None)
+            tokens = attachment.tokens if attachment.whole else None
+            self._write(partial(self.owner.add, attachment.source.document, tokens))
         return self._start(question, [*sources, *(attachment.source for attachment in attachments)])
 
     def ask_again(self, turn_id: str) -> Answer:
@@ -142,9 +148,17 @@ class Conversation:
             answer.stop()
 
     def save(self) -> None:
-        """Write the chat to disk as it stands."""
+        """Write the chat to disk as it stands; where that fails it goes on in memory, and `unsaved` says why."""
         if not self.deleted:
-            self.owner.save_chat(self.chat)
+            self.unsaved = ""
+            self._write(partial(self.owner.save_chat, self.chat))
+
+    def _write(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as error:
+            log.error("Nothing can be saved: %s", error)
+            self.unsaved = f"This chat is not saved: {error.strerror or error}. Make room on the disk, then ask on."
 
     def _start(self, question: str, sources: Sequence[Selection], sampling: SamplingParams | None = None) -> Answer:
         previous = self.running

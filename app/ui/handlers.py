@@ -337,7 +337,8 @@ class Handlers:
         chats = sidebar.chats(owner.chats.find(session.words), session.conversation.chat.id, running, session.words)
         held, quota = service.saved_bytes(), service.saved_quota
         known = owner.documents()
-        library = sidebar.library(known, service.saved_bytes, held, quota, views.size, service.saved_note)
+        note = session.conversation.unsaved or service.saved_note
+        library = sidebar.library(known, service.saved_bytes, held, quota, views.size, note)
         return {parts.chats: chats, parts.library: library}
 
     async def _plan_strip(self, session: Session) -> str:

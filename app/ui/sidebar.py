@@ -60,8 +60,10 @@ def library(
     note: str = "",
 ) -> str:
     """The list of documents that were read, and the disk that they take; `note` is what went wrong there last."""
+    told = f'<p class="oc-none" role="status">{escape(note)}</p>' if note else ""
     if not entries:
-        return '<h2>Library</h2><p class="oc-none">A document that was read once opens at once the next time.</p>'
+        none = "A document that was read once opens at once the next time."
+        return f'<h2>Library</h2><p class="oc-none">{none}</p>{told}'
     items = "".join(_document(entry, bytes_of(entry.label), size) for entry in entries)
     disk = ""
     if quota:
@@ -70,9 +72,7 @@ def library(
             f'<div class="oc-disk"><span>{size(held)} of {size(quota)} on disk</span>'
             f'<div class="oc-meter"><i style="width:{share:.1f}%"></i></div></div>'
         )
-    if note:
-        disk += f'<p class="oc-none" role="status">{escape(note)}</p>'
-    return f'<h2>Library</h2><ul class="oc-list">{items}</ul>{disk}'
+    return f'<h2>Library</h2><ul class="oc-list">{items}</ul>{disk}{told}'
 
 
 def _document(entry: Shelved, held: int, size: Callable[[float], str]) -> str:

@@ -73,6 +73,8 @@ def test_ids_are_kept_where_they_are_many_and_checked(tmp_path: Path) -> None:
     data[2000] ^= 1
     (tmp_path / "many.ids").write_bytes(data)
     assert store.ids("many") is None
+    (tmp_path / "file").touch()
+    DocumentStore(tmp_path / "file").keep_ids("many", many)  # no folder can be there: nothing is kept, nothing fails
 
 
 def test_a_chat_comes_back_as_it_was(tmp_path: Path, document: Document) -> None:

@@ -1,0 +1,38 @@
+"""An open chat: what happens where it cannot be written to disk."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from app.chat import Chat
+from app.config import Settings
+from app.library import Library, Owner
+from app.model import OpenModel
+from app.service import ChatService
+from app.ui import sidebar
+from app.ui.conversation import Conversation
+from tests.fakes import END, FakeRunner, FakeTokenizer
+
+
+def test_a_full_disk_stops_no_answer_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(owner: Owner, chat: Chat) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    model = OpenModel("fake", FakeRunner(), FakeTokenizer(), frozenset({END}), lambda context: context)
+    service = ChatService(Settings(cache_dir=tmp_path), lambda settings, progress: model)
+    service.load()
+    conversation = Conversation(service, Library(tmp_path / "library").owner("a secret"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Owner, "save_chat", full)
+        assert conversation.ask("First?").finished.wait(10)
+        assert conversation.running is None
+        assert conversation.chat.turns[0].answer == "Yes."
+        assert conversation.unsaved.startswith("This chat is not saved: No space left on device.")
+        assert "No space left" in sidebar.library([], lambda label: 0, 0, 0, str, conversation.unsaved)
+    assert conversation.ask("Second?").finished.wait(10)
+    assert conversation.unsaved == ""
+    assert [listed.title for listed in conversation.owner.chats.find("second")] == ["First?"]
+    service.close()
