@@ -56,8 +56,13 @@ class ChatStore:
     def open(self, chat_id: str, document_of: Callable[[str], Document | None]) -> Chat | None:
         """A saved chat; None when it is not there. Documents that are gone leave their names."""
         plain = self._read(chat_id)
-        if plain is None:
+        try:
+            return None if plain is None else self._chat(plain, document_of)
+        except (KeyError, TypeError, ValueError):  # JSON, and yet no chat
             return None
+
+    def _chat(self, plain: dict[str, Any], document_of: Callable[[str], Document | None]) -> Chat:
+        chat_id = plain["id"]
         try:
             ids = (self.folder / f"{chat_id}.ids").read_bytes()
         except OSError:
@@ -104,8 +109,8 @@ class ChatStore:
     def documents(self) -> set[str]:
         """The labels of all documents that any chat has read."""
         plains = (self._read(path.stem) for path in self.folder.glob("*.json"))
-        turns = [turn for plain in plains if plain is not None for turn in plain["turns"]]
-        return {source["document"] for turn in turns for source in turn["sources"]}
+        turns = [turn for plain in plains if plain is not None for turn in plain.get("turns", ())]
+        return {source["document"] for turn in turns for source in turn.get("sources", ())}
 
     def export(self, chat_id: str, kind: str) -> str | None:
         """A chat as "md" (what is seen) or "json" (all branches); None when it is not there."""
@@ -136,10 +141,13 @@ class ChatStore:
             plain = self._read(path.stem)
             if plain is None:
                 return None
-            parts = [plain["title"]]
-            for turn in plain["turns"]:
-                parts += [turn["question"], turn["answer"], *(source["name"] for source in turn["sources"])]
-            listed = Listed(plain["id"], plain["title"], max(turn["at"] for turn in plain["turns"]))
+            try:
+                parts = [plain["title"]]
+                for turn in plain["turns"]:
+                    parts += [turn["question"], turn["answer"], *(source["name"] for source in turn["sources"])]
+                listed = Listed(plain["id"], plain["title"], max(turn["at"] for turn in plain["turns"]))
+            except (KeyError, TypeError, ValueError):
+                return None
             known = self._known[path.stem] = (changed, listed, "\n".join(parts).casefold())
         return known[1], known[2]
 

@@ -111,8 +111,18 @@ def test_damaged_ids_are_made_anew_and_a_damaged_chat_is_not_listed(tmp_path: Pa
     back = Library(tmp_path).owner("a secret").open_chat(chat.id)
     assert back is not None
     assert [bool(turn.prompt_ids) for turn in back.turns] == [False, True]
-    next((tmp_path / "owners").rglob(f"{chat.id}.json")).write_text("{")
-    assert Library(tmp_path).owner("a secret").chats.find() == []
+    file = next((tmp_path / "owners").rglob(f"{chat.id}.json"))
+    for damaged in (
+        "{",
+        json.dumps({"id": chat.id}),
+        json.dumps({"id": chat.id, "title": "A", "turns": [{"id": "b"}]}),
+    ):
+        file.write_text(damaged)
+        library = Library(tmp_path)
+        owner = library.owner("a secret")
+        assert owner.chats.find() == []
+        assert owner.open_chat(chat.id) is None
+        library.sweep()
 
 
 def test_chats_are_found_renamed_exported_and_deleted(tmp_path: Path, document: Document) -> None:
