@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from app.errors import ContextTooLong, NotReady, OctavoError, describe
@@ -54,7 +54,7 @@ def add_handlers(app: FastAPI) -> None:
         return error_response(error)
 
     async def on_http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, StarletteHTTPException)
+        assert isinstance(error, HTTPException)
         return error_response(ApiError(str(error.detail), error.status_code))
 
     async def on_validation(request: Request, error: Exception) -> Response:

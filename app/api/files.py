@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import shutil
 import tempfile
 from pathlib import Path
@@ -106,7 +105,7 @@ def open_document(store: FileStore, ref: FileRef, owner: str) -> Document:
         raise DocumentTooLarge(f"file_data is larger than {limit >> 20} MiB. Store it with /v1/files, or split it.")
     try:
         data = base64.b64decode(body or head, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # also for letters that are no ASCII
         raise ApiError(f"file_data is no base64: {error}.", param="messages") from error
     with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
         path = Path(folder) / "inline"

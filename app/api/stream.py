@@ -12,6 +12,7 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from app.api.errors import ApiError, body_of, error_response
 from app.engine.engine import Generation
@@ -31,6 +32,7 @@ class Events:
         self._generation = generation
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Event] = asyncio.Queue()
+        self.looked_at = 0.0  # when it was last seen whether the client is there
         threading.Thread(target=self._pump, name="api-answer", daemon=True).start()
 
     async def next(self, timeout: float) -> Event | None:
@@ -94,6 +96,20 @@ def text_shape(model: str) -> Shape:
     return Shape(model, "text_completion", "text_completion", "cmpl", False)
 
 
+class _Stream(StreamingResponse):
+    """Ends its answer however the sending ends, also before its first line: the client may have gone by then."""
+
+    def __init__(self, events: Events, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._events.cancel()
+
+
 async def respond(
     request: Request, start: Callable[[], Generation], shape: Shape, stream: bool, with_usage: bool
 ) -> Response:
@@ -115,7 +131,7 @@ async def _respond(
         if stream:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             body = _sse(request, events, first, shape, with_usage)
-            return StreamingResponse(body, media_type="text/event-stream", headers=headers)
+            return _Stream(events, body, media_type="text/event-stream", headers=headers)
         event: Event | None = first
         while not isinstance(event, Done | Failed):
             event = await _next(request, events)
@@ -127,10 +143,13 @@ async def _respond(
 
 async def _next(request: Request, events: Events) -> Event:
     while True:
-        if (event := await events.next(_LOOK_S)) is not None:
+        event = await events.next(_LOOK_S)
+        if time.monotonic() - events.looked_at >= _LOOK_S:  # also where tokens come without a pause
+            events.looked_at = time.monotonic()
+            if await request.is_disconnected():
+                raise ApiError("The client has gone.", 499)
+        if event is not None:
             return event
-        if await request.is_disconnected():
-            raise ApiError("The client has gone.", 499)
 
 
 def _ended(event: Event) -> Done:
@@ -172,8 +191,6 @@ async def _sse(request: Request, events: Events, first: Event, shape: Shape, wit
                 return
     except Exception as error:  # too late for a status: clients raise on an error in the stream
         yield f"data: {json.dumps(body_of(error)[0])}\n\n"
-    finally:
-        events.cancel()
 
 
 def _comment(event: Event | None) -> str:

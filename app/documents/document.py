@@ -125,7 +125,12 @@ class Extract:
 
 def clean(text: str) -> tuple[str, int]:
     """Text with `\\n` line ends and without control characters, and how many of those it had."""
-    return _CONTROL.subn("", _HALF.sub("\ufffd", unify_line_ends(text)))
+    return _CONTROL.subn("", without_halves(unify_line_ends(text)))
+
+
+def without_halves(text: str) -> str:
+    """Text with U+FFFD for each half of a surrogate pair: JSON carries them, and a page with one is never sent."""
+    return _HALF.sub("\ufffd", text)
 
 
 def unify_line_ends(text: str) -> str:

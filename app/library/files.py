@@ -8,6 +8,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from app.documents.document import without_halves
+
 
 def write_whole(path: Path, data: bytes | str) -> None:
     """Write a file so that no reader ever sees a part of it, whatever happens."""
@@ -26,6 +28,6 @@ def write_whole(path: Path, data: bytes | str) -> None:
 def read_json(path: Path) -> Any:
     """The content of a JSON file; None when it is not there or damaged."""
     try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        return json.loads(without_halves(path.read_bytes().decode("utf-8", "surrogatepass")))
+    except (OSError, ValueError, RecursionError):
         return None

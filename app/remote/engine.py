@@ -11,6 +11,7 @@ from typing import Any
 
 import openai
 
+from app.documents.document import without_halves
 from app.engine.engine import Generation, Job
 from app.engine.stats import Totals
 from app.engine.types import Done, Failed, FinishReason, GenerationRequest, Memory, Progress, Timings, Token, Usage
@@ -108,7 +109,7 @@ class RemoteEngine:
             async for chunk in stream:
                 answer.usage = chunk.usage or answer.usage
                 for choice in chunk.choices:
-                    text = (choice.delta.content if "messages" in body else choice.text) or ""
+                    text = without_halves((choice.delta.content if "messages" in body else choice.text) or "")
                     answer.reason = _REASONS.get(choice.finish_reason or "", answer.reason)
                     if text:
                         answer.add(text)

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 import gradio as gr
 
 from app.chat import Selection
+from app.documents.document import without_halves
 from app.errors import NotReady, OctavoError, UsageError, describe
 from app.service import ChatService, PlanView
 from app.ui import options, sidebar, source, views
@@ -91,7 +92,7 @@ class Handlers:
             if not plan.fits:
                 yield {parts.strip: self._plan_view(session, plan)}
                 return
-        answer = await asyncio.to_thread(conversation.ask, question.strip())
+        answer = await asyncio.to_thread(conversation.ask, without_halves(question).strip())
         yield {parts.question: gr.Textbox(value="", **BUSY)}
         async for changes in self._watch(session, answer):
             yield changes

@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 
 from app.chat import Chat
+from app.documents.document import without_halves
 from app.engine.sampler import check_sampling
 from app.engine.types import SamplingParams
 from app.errors import UsageError
@@ -84,7 +85,7 @@ def take(chat: Chat, text: str) -> None:
     """Put what the form says into the chat; raises UsageError and changes nothing when a value is wrong."""
     try:
         values = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
         raise UsageError("The settings did not arrive whole. Open them again.")
@@ -96,7 +97,7 @@ def take(chat: Chat, text: str) -> None:
         raise UsageError(str(error)) from error
     chat.sampling = sampling
     if not chat.tree and "system" in values:
-        chat.system = str(values["system"]).strip() or None
+        chat.system = without_halves(str(values["system"])).strip() or None
 
 
 def _parsed(name: str, label: str, text: Any) -> Any:

@@ -7,6 +7,8 @@ from typing import Any
 
 import gradio as gr
 
+from app.documents.document import without_halves
+
 # Properties of the question box: which button it shows.
 IDLE: dict[str, Any] = {"submit_btn": "Ask", "stop_btn": False}
 BUSY: dict[str, Any] = {"submit_btn": False, "stop_btn": "Stop"}
@@ -40,13 +42,15 @@ class Parts:
 
 def field(event: gr.EventData, name: str) -> Any:
     """What the script sent under a name; None where it sent nothing."""
-    return event._data.get(name) if isinstance(event._data, dict) else None
+    value = event._data.get(name) if isinstance(event._data, dict) else None
+    return without_halves(value) if isinstance(value, str) else value
 
 
 def files(event: gr.EventData) -> list[tuple[object, object]]:
     """(upload id, name) of files that have arrived."""
     sent = field(event, "files")
-    return [(file.get("id"), file.get("name")) for file in sent if isinstance(file, dict)] if sent else []
+    files = [file for file in sent if isinstance(file, dict)] if isinstance(sent, list) else []
+    return [(file.get("id"), without_halves(str(file.get("name")))) for file in files]
 
 
 def number(event: gr.EventData, name: str, otherwise: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ import openai
 import pytest
 
 from app.access import Access
+from app.service import ChatService
 from tests.api.conftest import Start
 from tests.fakes import FakeSlot, FakeTokenizer
 
@@ -76,7 +78,7 @@ def test_files_that_are_no_documents_are_refused(client: openai.OpenAI) -> None:
 
 
 def test_documents_in_messages_are_base64(client: openai.OpenAI) -> None:
-    for wrong in ("data:text/plain,hello", "not base64!", "data:text/plain;base64,%%%"):
+    for wrong in ("data:text/plain,hello", "not base64!", "data:text/plain;base64,%%%", "d\u00e9j\u00e0"):
         with pytest.raises(openai.BadRequestError, match="base64"):
             client.chat.completions.create(
                 model=MODEL, messages=ask({"type": "file", "file": {"file_data": wrong}}, "What?")
@@ -105,6 +107,14 @@ def test_other_faults_have_their_own_status(start: Start) -> None:
     for body in (b"[]", b"null", b'"x"', b""):
         answer = httpx.post(f"{url}/v1/completions", content=body, headers={"content-type": "application/json"})
         assert answer.status_code == 400
+    for body in (b"[" * 100_000, b'{"model": ' + b"9" * 5000 + b"}"):  # which the JSON parser gives up on
+        answer = httpx.post(f"{url}/v1/completions", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    form = {"content-type": "multipart/form-data; boundary=x"}
+    answer = httpx.post(f"{url}/v1/files", content=b"no form", headers=form)
+    assert answer.status_code == 400
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     with pytest.raises(openai.NotFoundError, match="'fake' is loaded"):
         connect(url).chat.completions.create(model="other", messages=ask("Hi"))
 
@@ -199,3 +209,25 @@ def test_content_is_never_shown_as_a_page(start: Start) -> None:
     assert answer.headers["content-disposition"].startswith("attachment")
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_before_its_answer_begins_ends_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    complete = ChatService.complete
+
+    def slowly(*args: Any) -> Any:  # as the tokens of a long prompt are made
+        time.sleep(0.6)
+        return complete(*args)
+
+    monkeypatch.setattr(ChatService, "complete", slowly)
+    url = start(answer=lambda prompt: " ".join(map(str, range(400))), hook=lambda step, slot: time.sleep(0.01))
+    body = {"model": MODEL, "prompt": "Hi", "max_tokens": 1500, "stream": stream}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/completions", json=body, timeout=0.2)
+    time.sleep(0.6)
+    deadline = time.monotonic() + 3
+    while 'octavo_requests_total{end="cancelled"} 1.0' not in httpx.get(f"{url}/metrics").text:
+        assert time.monotonic() < deadline, "The device works for a client that is gone."
+        time.sleep(0.05)

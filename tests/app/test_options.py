@@ -35,6 +35,14 @@ def test_the_preset_in_force_is_marked():
     assert 'aria-pressed="true"' not in form(Chat(sampling=SamplingParams(temperature=0.123)))
 
 
+def test_halves_of_characters_and_endless_nesting_do_no_harm():
+    chat = Chat()
+    take(chat, json.dumps({"system": "Half a bird: \ud83d"}))
+    assert chat.system == "Half a bird: \ufffd"
+    with pytest.raises(UsageError, match="did not arrive whole"):
+        take(chat, "[" * 100_000)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "told"),
     [

@@ -92,6 +92,30 @@ def test_hostile_documents_are_only_text(hostile: Site, open_page: Callable[...,
     assert page.title() == "Octavo"
 
 
+def test_half_a_character_breaks_no_page(hostile: Site, open_page: Callable[..., Page]) -> None:
+    page = open_page(hostile.url)
+    state(page, "idle")
+    page.fill("#oc-question textarea", "Half a bird:")
+    # As text boxes of some systems do it, which delete half an emoji.
+    page.evaluate(
+        "() => { const box = document.querySelector('#oc-question textarea'); box.value += '\\ud83d';"
+        " box.dispatchEvent(new Event('input', { bubbles: true })); }"
+    )
+    page.press("#oc-question textarea", "Enter")
+    page.wait_for_selector("#oc-chat .bot:has-text('The end of it.')", timeout=90_000)
+    state(page, "idle", seconds=90)
+    page.reload()
+    page.wait_for_selector("#oc-chats .oc-open:has-text('Half a bird:\ufffd')")
+    page.fill(".oc-search", "bird")
+    page.evaluate(
+        "() => { const box = document.querySelector('.oc-search'); box.value = '\\ud83d';"
+        " box.dispatchEvent(new Event('input', { bubbles: true })); }"
+    )
+    page.wait_for_timeout(500)
+    page.fill(".oc-search", "stork")
+    page.wait_for_selector("#oc-chats .oc-none:has-text('No chat has these words.')")
+
+
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     flags = ("--model", "embedded", "--auth", "ann:pass", "--auth", "bob:word")
