@@ -32,22 +32,22 @@ def doctor() -> int:
 def report() -> Iterator[str]:
     """The report's lines."""
     yield "Versions"
-    yield f"  {'Python':<18} {platform.python_version()} on {platform.system()} {platform.machine()}"
+    yield f"  {'Python':<22} {platform.python_version()} on {platform.system()} {platform.machine()}"
     for name in _NEEDED + _OPTIONAL:
-        yield f"  {name:<18} {_version(name, 'not installed (optional)' if name in _OPTIONAL else 'missing')}"
-    yield f"  {'embedded model':<18} {_embedded()}"
+        yield f"  {name:<22} {_version(name, 'not installed (optional)' if name in _OPTIONAL else 'missing')}"
+    yield f"  {'embedded model':<22} {_embedded()}"
     yield ""
     yield "Devices"
-    yield f"  {'CPU':<18} {_cpu()}"
+    yield f"  {'CPU':<22} {_cpu()}"
     devices = [torch.device("cpu")]
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
-        yield f"  {f'GPU {index}':<18} {gpu.name}, {gib(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}"
+        yield f"  {f'GPU {index}':<22} {gpu.name}, {gib(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}"
     if torch.cuda.is_available():
         devices.append(torch.device("cuda"))
     else:
         why = "this torch is a CPU build" if torch.version.cuda is None else "no driver or no NVIDIA GPU"
-        yield f"  {'GPU':<18} none: {why}"
+        yield f"  {'GPU':<22} none: {why}"
     for device in devices:
         yield ""
         yield f"Kernels on {device.type}"
@@ -60,9 +60,9 @@ def report() -> Iterator[str]:
             if row["kernel"] not in {seen["kernel"] for seen in rows}
         ]
         for row in rows:
-            yield f"  {row['kernel']:<18} {row['chosen']}"
+            yield f"  {row['kernel']:<22} {row['chosen']}"
             for name, reason in row["declined"].items():
-                yield f"  {'':<18}   not {name}: {reason}"
+                yield f"  {'':<22}   not {name}: {reason}"
 
 
 def _usual_shape(device: torch.device) -> CacheShape:

@@ -210,6 +210,10 @@ def _turn(entry: dict[str, Any], documents: dict[str, Document | None], ids: byt
     )
 
 
+def _pages(first: int, last: int) -> str:
+    return f"page {first}" if first == last else f"pages {first} to {last}"
+
+
 def _markdown(plain: dict[str, Any]) -> str:
     turns = {turn["id"]: turn for turn in plain["turns"]}
     path, at = [], plain["head"]
@@ -222,7 +226,7 @@ def _markdown(plain: dict[str, Any]) -> str:
         if "\n" in turn["question"].strip():
             parts.append("> " + turn["question"].strip().replace("\n", "\n> "))
         parts += [
-            f"*Document: {source['name']}, pages {source['first_page']} to {source['last_page']}*"
+            f"*Document: {source['name']}, {_pages(source['first_page'], source['last_page'])}*"
             for source in turn["sources"]
         ]
         parts.append(turn["answer"].strip() or f"*{turn['error'] or 'No answer.'}*")

@@ -95,8 +95,9 @@ def depth_chart(seen: list[Seen]) -> str:
         for one in seen
     )
     found = sum(one.found for one in seen)
+    rest = f"; {_FACTS - len(seen)} still to ask" if len(seen) < _FACTS else ""
     return (
-        f"<p>{found} of {len(seen)} planted facts found in {seen[0].tokens:,} tokens (of {_FACTS} to ask).</p>"
+        f"<p>{found} of {len(seen)} planted facts found in {seen[0].tokens:,} tokens{rest}.</p>"
         f"<table><tr><th>Depth</th><th></th><th>Answer</th></tr>{rows}</table>"
     )
 

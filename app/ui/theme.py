@@ -16,6 +16,7 @@ _COLOURS = {
     "body_text_color_subdued": ("#6b655a", "#a39c8f"),
     "border_color_primary": ("#e2ddd2", "#38352f"),
     "border_color_accent": ("#2e6b5b", "#7fbda9"),
+    "slider_color": ("#2e6b5b", "#7fbda9"),
     "color_accent_soft": ("#e4efea", "#22332d"),
     "link_text_color": ("#2e6b5b", "#8cc9b5"),
     "link_text_color_hover": ("#1f4e42", "#a9dccb"),
