@@ -166,13 +166,13 @@ def test_a_client_that_goes_away_ends_its_answer(url: str, stream: bool) -> None
     cancelled = metric(url, 'octavo_requests_total{end="cancelled"}')
     body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 8000, "temperature": 1, "stream": stream}
     try:
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=2 if stream else 1) as answer:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60 if stream else 1) as answer:
             for number, _ in enumerate(answer.iter_lines()):
                 if number > 6:
                     break
     except httpx.ReadTimeout:
         assert not stream
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 30  # far below what the whole answer takes
     while metric(url, "octavo_busy"):
         assert time.monotonic() < deadline, "The device still works for a client that is gone."
         time.sleep(0.05)
