@@ -146,15 +146,25 @@ def find_model(settings: Settings) -> ModelFiles:
             return ModelFiles(DEFAULT_HUB_MODEL, _from_hub(DEFAULT_HUB_MODEL), DEFAULT_HUB_MODEL)
         except OctavoError as error:
             return _embedded(f"{error} Until then the small embedded model answers.")
+    check_model(model)
+    path = Path(model).expanduser()
+    if path.exists():
+        return ModelFiles(path.resolve().name, path)
+    return ModelFiles(model, _from_hub(model), model)
+
+
+def check_model(model: str | None) -> None:
+    """Raises UsageError for a --model that is no file or directory here and cannot be a hub id either."""
+    if model in (None, EMBEDDED_MODEL):
+        return
     path = Path(model).expanduser()
     if path.is_dir() or path.is_file():
-        return ModelFiles(path.resolve().name, path)
+        return
     if path.suffix.lower() == ".gguf" or not _HUB_ID.fullmatch(model):
         raise UsageError(
             f"--model {model}: there is no such file or directory. Give a hub id (owner/name), a directory of "
             "safetensors or a .gguf file."
         )
-    return ModelFiles(model, _from_hub(model), model)
 
 
 def choose_pattern(files: ModelFiles, settings: Settings) -> tuple[HeadPattern | None, str]:

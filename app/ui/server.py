@@ -89,17 +89,18 @@ def create_app(service: ChatService, settings: Settings) -> FastAPI:
 def serve(settings: Settings) -> None:
     """Serve the page until interrupted; it is up at once while the model loads behind it.
 
-    Raises UsageError when the port is taken, or when others could reach the address without a password or key.
+    Raises UsageError when the port is taken, when others could reach the address without a password or key, and for a
+    model that cannot be.
     """
     if not is_local(settings.host) and not (settings.auth or settings.api_key):
         raise UsageError(
             f"--host {settings.host} lets other machines in: say who may ask, with --auth USER:PASSWORD for people"
             " or --api-key KEY for programs."
         )
-    sock = bind(settings.host, settings.port)
     from app.engines import open_service
 
     service = open_service(settings)
+    sock = bind(settings.host, settings.port)
     try:
         app = create_app(service, settings)
         level = "info" if settings.debug else "warning"

@@ -169,6 +169,7 @@ def test_sampling_flags_reach_the_engine(model: FakeRunner, capfd: pytest.Captur
         (["ask", "--kv", "kv3", "q"], 2, "--kv"),
         (["ask", "--sink", "-1", "q"], 2, "--sink"),
         (["ask", "--no-such-flag", "q"], 2, "--no-such-flag"),
+        (["serve", "--model", "./absent", "--port", "0"], 2, "--model ./absent: there is no such file"),
         (["ask", "--document", "absent.txt", "q"], 1, "absent.txt: there is no such file"),
         (["ask", "--document", "README.md:7-2", "q"], 2, "Pages 7 to 2"),
         (["ask", "word " * 300], 1, "the context holds 1,000"),
