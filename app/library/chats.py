@@ -7,6 +7,7 @@ import re
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +22,7 @@ from app.evidence import Passage, Quote
 from app.library.files import read_json, write_whole
 
 _ID = re.compile(r"[0-9a-f]{32}")
+_NAMED = re.compile(rb'"document": "([0-9a-f]{32})"')  # as json.dumps writes it; quotes inside of texts are escaped
 _TITLE = 60  # characters
 
 
@@ -56,10 +58,7 @@ class ChatStore:
     def open(self, chat_id: str, document_of: Callable[[str], Document | None]) -> Chat | None:
         """A saved chat; None when it is not there. Documents that are gone leave their names."""
         plain = self._read(chat_id)
-        try:
-            return None if plain is None else self._chat(plain, document_of)
-        except (KeyError, TypeError, ValueError):  # JSON, and yet no chat
-            return None
+        return None if plain is None else self._chat(plain, document_of)
 
     def _chat(self, plain: dict[str, Any], document_of: Callable[[str], Document | None]) -> Chat:
         chat_id = plain["id"]
@@ -107,10 +106,15 @@ class ChatStore:
                 self._places.pop(chat_id, None)
 
     def documents(self) -> set[str]:
-        """The labels of all documents that any chat has read."""
-        plains = (self._read(path.stem) for path in self.folder.glob("*.json"))
-        turns = [turn for plain in plains if plain is not None for turn in plain.get("turns", ())]
-        return {source["document"] for turn in turns for source in turn.get("sources", ())}
+        """The labels of all documents that any chat has read, damaged chats included.
+
+        Raises OSError where one cannot be read: what it names is not known then.
+        """
+        labels: set[str] = set()
+        for path in self.folder.glob("*.json"):
+            with suppress(FileNotFoundError):  # deleted just now
+                labels.update(label.decode() for label in _NAMED.findall(path.read_bytes()))
+        return labels
 
     def export(self, chat_id: str, kind: str) -> str | None:
         """A chat as "md" (what is seen) or "json" (all branches); None when it is not there."""
@@ -129,7 +133,7 @@ class ChatStore:
 
     def _read(self, chat_id: str) -> dict[str, Any] | None:
         plain = read_json(self._path(chat_id)) if _ID.fullmatch(chat_id) else None
-        return plain if isinstance(plain, dict) and plain.get("id") == chat_id else None
+        return plain if isinstance(plain, dict) and plain.get("id") == chat_id and _is_chat(plain) else None
 
     def _entry(self, path: Path) -> tuple[Listed, str] | None:
         try:
@@ -141,13 +145,10 @@ class ChatStore:
             plain = self._read(path.stem)
             if plain is None:
                 return None
-            try:
-                parts = [plain["title"]]
-                for turn in plain["turns"]:
-                    parts += [turn["question"], turn["answer"], *(source["name"] for source in turn["sources"])]
-                listed = Listed(plain["id"], plain["title"], max(turn["at"] for turn in plain["turns"]))
-            except (KeyError, TypeError, ValueError):
-                return None
+            parts = [plain["title"]]
+            for turn in plain["turns"]:
+                parts += [turn["question"], turn["answer"], *(source["name"] for source in turn["sources"])]
+            listed = Listed(plain["id"], plain["title"], max(turn["at"] for turn in plain["turns"]))
             known = self._known[path.stem] = (changed, listed, "\n".join(parts).casefold())
         return known[1], known[2]
 
@@ -161,6 +162,22 @@ class ChatStore:
                 places[ids] = [file.tell(), len(ids), zlib.crc32(data)]
                 file.write(data)
         return places[ids]
+
+
+def _is_chat(plain: dict[str, Any]) -> bool:
+    """Whether JSON has all that a chat has: one file with another shape must not hide the others."""
+    try:
+        gone: dict[str, Document | None] = {s["document"]: None for e in plain["turns"] for s in e["sources"]}
+        turns = {entry["id"]: _turn(entry, gone, b"") for entry in plain["turns"]}
+        texts = [plain["title"], *(text for turn in turns.values() for text in (turn.question, turn.answer, turn.id))]
+        times = [plain["created"], *(turn.at for turn in turns.values())]
+        SamplingParams(**plain["sampling"] | {"stop": tuple(plain["sampling"]["stop"])})
+        order = [None, *turns]  # a turn stands behind the one that it follows
+        linked = plain["head"] in order and all(t.parent in order[:at] for at, t in enumerate(turns.values(), 1))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return False
+    right = all(isinstance(text, str) for text in texts) and all(isinstance(at, int | float) for at in times)
+    return bool(turns) and linked and right and {"system", "ids_of"} <= set(plain)
 
 
 def _title(question: str) -> str:

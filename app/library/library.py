@@ -7,8 +7,9 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from app.chat import Chat
 from app.documents import Document
@@ -30,6 +31,15 @@ class Shelved:
     pinned: bool = False
 
 
+def _shelved(plain: Any) -> Shelved | None:
+    """An entry of a saved list, without fields that are not known here; None for what is none."""
+    try:
+        entry = Shelved(**{field.name: plain[field.name] for field in fields(Shelved) if field.name in plain})
+        return entry if isinstance(entry.label, str) and isinstance(entry.used, int | float) else None
+    except TypeError:
+        return None
+
+
 class Owner:
     """What belongs to one browser: its list of documents and its chats. Nobody else's list shows them."""
 
@@ -39,7 +49,8 @@ class Owner:
         self._file = folder / "documents.json"
         self._lock = threading.Lock()
         entries = read_json(self._file)
-        self._shelf = {entry["label"]: Shelved(**entry) for entry in entries} if isinstance(entries, list) else {}
+        found = map(_shelved, entries if isinstance(entries, list) else [])
+        self._shelf = {entry.label: entry for entry in found if entry is not None}
 
     def documents(self) -> list[Shelved]:
         """The list, the last used first."""

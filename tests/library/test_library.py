@@ -112,17 +112,55 @@ def test_damaged_ids_are_made_anew_and_a_damaged_chat_is_not_listed(tmp_path: Pa
     assert back is not None
     assert [bool(turn.prompt_ids) for turn in back.turns] == [False, True]
     file = next((tmp_path / "owners").rglob(f"{chat.id}.json"))
+    whole = json.loads(file.read_text())
+    first, *others = whole["turns"]
+    other = Chat()
+    other.begin("Whole?")
+    owner.save_chat(other)
     for damaged in (
         "{",
+        "[" * 100_000,
+        file.read_text()[:-1],
         json.dumps({"id": chat.id}),
         json.dumps({"id": chat.id, "title": "A", "turns": [{"id": "b"}]}),
+        *(json.dumps(whole | {name: None}) for name in ("title", "turns", "sampling", "created")),
+        json.dumps(whole | {"turns": []}),
+        json.dumps(whole | {"turns": [5]}),
+        json.dumps(whole | {"head": "gone"}),
+        json.dumps(whole | {"turns": [first | {"parent": first["id"]}, *others]}),
+        json.dumps(whole | {"turns": [first | {"at": "now"}, *others]}),
     ):
         file.write_text(damaged)
         library = Library(tmp_path)
         owner = library.owner("a secret")
-        assert owner.chats.find() == []
+        assert [listed.id for listed in owner.chats.find()] == [other.id], damaged[:200]
         assert owner.open_chat(chat.id) is None
+        assert owner.chats.export(chat.id, "md") is None
+        owner.chats.rename(chat.id, "Other")
+        assert file.read_text() == damaged
         library.sweep()
+
+
+def test_a_damaged_chat_or_list_costs_no_document_and_nobody_else(tmp_path: Path, document: Document) -> None:
+    library = Library(tmp_path)
+    chat = Chat()
+    chat.begin("What?", [Selection.whole(document)])
+    owner = library.owner("a secret")
+    owner.save_chat(chat)
+    label = owner.add(document)
+    file = next((tmp_path / "owners").rglob(f"{chat.id}.json"))
+    file.write_text(file.read_text()[:-30])
+    listed = next((tmp_path / "owners").rglob("documents.json"))
+    entry = json.loads(listed.read_text())[0]
+    for damaged in ("[" * 100_000, "{}", "[1]", '[{"a": 1}]', '[{"label": 5}]'):
+        listed.write_text(damaged)
+        library = Library(tmp_path)
+        assert library.owner("a secret").documents() == []
+        assert library.pinned() == frozenset()
+        library.sweep()
+        assert library.documents.has(label)  # the damaged chat names it
+    listed.write_text(json.dumps([1, entry | {"from a later version": 1}]))
+    assert [shelved.label for shelved in Library(tmp_path).owner("a secret").documents()] == [label]
 
 
 def test_chats_are_found_renamed_exported_and_deleted(tmp_path: Path, document: Document) -> None:
