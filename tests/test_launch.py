@@ -111,7 +111,7 @@ def test_tests_install_what_they_need_once(launch: Launcher) -> None:
     for calls in ([*APP, "-qq -r requirements-dev.txt"], []):
         result = launch("test", "-k", "x")
         runs = [line.split(" [")[0] for line in result.stdout.splitlines()]
-        assert runs == ["run: -m ruff check", "run: -m mypy", "run: -m pytest -k x"]
+        assert runs == ["run: -m ruff check", "run: -m mypy", "run: -m pytest -n 2 --dist loadfile -k x"]
         assert launch.pip_calls() == calls
 
 
