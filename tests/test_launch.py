@@ -133,6 +133,8 @@ def test_an_interrupted_install_is_done_anew(launch: Launcher, sent: signal.Sign
         [str(launch.root / "launch.sh")],
         env=launch.environment(PIP_SLEEP="30"),
         start_new_session=True,
+        # What runs in the background of a script ignores this signal, and would hand that down.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
