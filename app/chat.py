@@ -6,7 +6,7 @@ import hashlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal, TypeVar
@@ -134,6 +134,14 @@ class Chat:
     def token_ids(self) -> tuple[int, ...]:
         """The conversation so far, as the model read and wrote it."""
         return ids_of(self.turns)
+
+    def paths(self) -> Iterator[tuple[int, ...]]:
+        """The token ids of every branch up to its end, and of every turn that was not answered."""
+        followed = {turn.parent for turn in self.tree.values()}
+        for turn in list(self.tree.values()):
+            if turn.id not in followed or not turn.answered:
+                before = [t for t in self.path(turn.parent) if t.answered]
+                yield ids_of([*before, turn])
 
     def has(self, source: Selection) -> bool:
         """Whether these pages were read in an earlier turn."""

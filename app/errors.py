@@ -1,5 +1,7 @@
 """Typed errors of the app and how each is told: a message, an HTTP status, an exit code."""
 
+import errno
+
 from models.errors import DoesNotFit, ModelError, PoolExhausted
 
 
@@ -45,6 +47,15 @@ class NotReady(OctavoError):
     http_status = 503
 
 
+_DISK = {
+    errno.ENOSPC: "The disk is full: make room, then try again.",
+    errno.EDQUOT: "The disk's quota is used up: make room, then try again.",
+    errno.EIO: "The disk failed to read or write (I/O error): look after it, then try again.",
+    errno.EROFS: "The disk is read-only: make it writable, or set OCTAVO_CACHE to another folder.",
+    errno.EACCES: "Octavo's folder may not be read or written: give leave, or set OCTAVO_CACHE to another folder.",
+}
+
+
 def describe(error: BaseException) -> tuple[str, int, int]:
     """(message, HTTP status, exit code) for any error; unknown ones give a general message with their type."""
     if isinstance(error, OctavoError):
@@ -55,4 +66,6 @@ def describe(error: BaseException) -> tuple[str, int, int]:
         return str(error), 422, 1
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "Out of memory while answering. Shorten the context or free memory, then ask again.", 507, 1
+    if isinstance(error, OSError) and error.errno in _DISK:
+        return f"{_DISK[error.errno]} Nothing is changed.", 507, 1
     return f"Unexpected {type(error).__name__}: {error}", 500, 1

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from app import scratch
 from app.chat import Chat, Selection, Turn, ids_of, new_sources, selection_of
 from app.config import Settings
 from app.conversation import AnswerMemory, Message, exchanges
@@ -25,9 +26,11 @@ from app.evaluation.selftest import Seen, self_test
 from app.evidence import passages, quotes
 from app.forgetting import MemoryBegins, memory_begins
 from app.head_costs import Heads
-from app.library import Library
+from app.library import Library, Owner
 from app.loaded import Loaded
 from app.model import LoadProgress, OpenModel, open_model
+
+_PATIENCE_S = 30.0  # for the last step of an answer whose chat is deleted
 
 __all__ = ["Chat", "ChatService", "MemoryBegins", "PlanView", "Selection", "Turn"]
 
@@ -83,6 +86,7 @@ class ChatService:
         if self._loaded is not None:
             return
         try:
+            self.tidy()
             model = self._opener(self.settings, report)
             loaded = Loaded(model, self.library.documents)
             if (snapshots := loaded.snapshots) is not None:
@@ -108,6 +112,11 @@ class ChatService:
             self._closed, loaded, self._loaded = True, self._loaded, None
         if loaded is not None:
             loaded.engine.close()
+
+    def tidy(self) -> None:
+        """Delete what earlier runs left behind that were killed; never fails."""
+        scratch.sweep()
+        self.library.tidy()
 
     def add_document(self, path: Path, name: str = "") -> Document:
         """Read a file; raises BadDocument or DocumentTooLarge. Needs no model."""
@@ -296,7 +305,7 @@ class ChatService:
             "prefill_tokens_per_s": timings.prefill_tokens_per_s,
             "busy": loaded.engine.busy,
             "waiting": loaded.engine.waiting,
-            "totals": asdict(loaded.engine.totals),
+            "totals": loaded.engine.totals.as_dict(),
             "settings": runner.describe(),
         }
 
@@ -328,9 +337,22 @@ class ChatService:
         return snapshots.notes[-1] if (snapshots := self._snapshots) is not None and snapshots.notes else ""
 
     def forget(self, label: str) -> None:
-        """Delete what was read of a document from the disk."""
+        """Delete what was read of a document from the disk, as far as no document that is kept builds on it."""
         if (snapshots := self._snapshots) is not None:
-            snapshots.drop(lambda snapshot: label in snapshot.labels)
+            snapshots.forget(label, self.library.listed() - {label})
+
+    def delete_chat(self, owner: Owner, chat: Chat) -> None:
+        """Delete a saved chat, texts that only it named, and what was read for it and serves nobody else.
+
+        Where it still answers this waits for its last step.
+        """
+        if (loaded := self._loaded) is not None:
+            loaded.engine.settle(chat.id, _PATIENCE_S)
+        paths = [path for path in chat.paths() if path]
+        owner.chats.delete(chat.id)
+        self.library.sweep(self.forget)
+        if paths and (snapshots := self._snapshots) is not None:
+            snapshots.forget_paths(paths, self.library.paths(paths[0]), self.library.named())
 
     @property
     def _snapshots(self) -> SnapshotStore | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from models.files import writing
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -27,13 +28,11 @@ def fingerprint(model: Path, memo: Path) -> str:
         digests = list(workers.map(lambda file: _digest(file.resolve(), known), files))
     fresh = {str(file.resolve()): entry for file, entry in zip(files, digests, strict=True)}
     if any(known.get(name) != entry for name, entry in fresh.items()):
-        part = memo.with_name(f"{memo.name}.{os.getpid()}.part")
         try:
-            memo.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(known | fresh), encoding="utf-8")
-            part.replace(memo)
+            with writing(memo) as file:
+                file.write(json.dumps(known | fresh).encode())
         except OSError:
-            part.unlink(missing_ok=True)  # hashed again next time
+            pass  # hashed again next time
     return hashlib.sha256("".join(str(entry[2]) for entry in digests).encode()).hexdigest()
 
 

@@ -5,26 +5,26 @@ from __future__ import annotations
 import asyncio
 import base64
 import shutil
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.datastructures import UploadFile
 from starlette.responses import FileResponse, JSONResponse, Response
 
+from app import scratch
 from app.access import owner_of
 from app.api.errors import ApiError
 from app.api.schema import FileRef
 from app.api.store import FileStore
 from app.documents import Document, Limits, read_safely
 from app.errors import DocumentTooLarge
+from app.service import ChatService
 
 _PURPOSES = ("user_data", "assistants")
 
 
-def files_router(store: FileStore) -> APIRouter:
-    """The routes over a store."""
+def files_router(service: ChatService, store: FileStore) -> APIRouter:
+    """The routes over a store; what `service` has read of a file goes with it."""
     router = APIRouter(prefix="/v1/files")
 
     @router.post("")
@@ -77,7 +77,7 @@ def files_router(store: FileStore) -> APIRouter:
 
     @router.delete("/{file_id}")
     async def delete(request: Request, file_id: str) -> Response:
-        await asyncio.to_thread(store.delete, file_id, owner_of(request))
+        await asyncio.to_thread(_delete, service, store, file_id, owner_of(request))
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
     return router
@@ -85,11 +85,22 @@ def files_router(store: FileStore) -> APIRouter:
 
 def _keep(store: FileStore, file: UploadFile, purpose: str, owner: str) -> Any:
     assert file.filename is not None
-    with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
-        path = Path(folder) / "upload"
+    folder = scratch.new_folder()
+    try:
+        path = folder / "upload"
         with path.open("wb") as target:
             shutil.copyfileobj(file.file, target, 1 << 20)
         return store.add(path, file.filename, purpose, owner)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _delete(service: ChatService, store: FileStore, file_id: str, owner: str) -> None:
+    label = store.get(file_id, owner).label
+    store.delete(file_id, owner)
+    if label and label not in service.library.named():
+        service.library.documents.drop(label)  # ids of its pages, if any are kept
+        service.forget(label)
 
 
 def open_document(store: FileStore, ref: FileRef, owner: str) -> Document:
@@ -107,7 +118,10 @@ def open_document(store: FileStore, ref: FileRef, owner: str) -> Document:
         data = base64.b64decode(body or head, validate=True)
     except ValueError as error:  # also for letters that are no ASCII
         raise ApiError(f"file_data is no base64: {error}.", param="messages") from error
-    with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
-        path = Path(folder) / "inline"
+    folder = scratch.new_folder()
+    try:
+        path = folder / "inline"
         path.write_bytes(data)
         return read_safely(path, ref.filename or "document")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

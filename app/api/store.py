@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 import shutil
 import threading
 import time
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from app.api.errors import ApiError
+from app.chat import Selection
 from app.documents import Document, read_safely
+from app.library.files import names_in, read_json
+from models.files import sweep, writing
 
 MAX_FILES = 1000
 MAX_BYTES = 16 << 30
@@ -32,10 +35,11 @@ class StoredFile:
     created_at: int
     purpose: str
     owner: str
+    label: str = ""  # of its text, see Selection
 
     def as_object(self) -> dict[str, object]:
         """OpenAI's file object."""
-        shown = {key: value for key, value in asdict(self).items() if key != "owner"}
+        shown = {key: value for key, value in asdict(self).items() if key not in ("owner", "label")}
         return shown | {"object": "file", "status": "processed"}
 
 
@@ -51,10 +55,14 @@ class FileStore:
         self._texts: OrderedDict[str, Document] = OrderedDict()
 
     def add(self, source: Path, filename: str, purpose: str, owner: str) -> StoredFile:
-        """Take a file over if it is a document that can be read; raises BadDocument, DocumentTooLarge or ApiError."""
+        """Keep a copy of a file if it is a document that can be read.
+
+        Raises BadDocument, DocumentTooLarge, ApiError, or OSError, after which nothing of it is kept.
+        """
         document = read_safely(source, filename)
+        label = Selection.whole(document).label
         file_id = f"file-{secrets.token_hex(12)}"
-        stored = StoredFile(file_id, document.name, document.size_bytes, int(time.time()), purpose, owner)
+        stored = StoredFile(file_id, document.name, document.size_bytes, int(time.time()), purpose, owner, label)
         with self._lock:
             known = self._all()
             if len(known) >= MAX_FILES or sum(file.bytes for file in known) + stored.bytes > MAX_BYTES:
@@ -62,9 +70,14 @@ class FileStore:
                     f"The store is full: it holds {MAX_FILES:,} files and {MAX_BYTES >> 30} GiB at most. Delete some.",
                     413,
                 )
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            shutil.move(source, self._content(file_id))
-            _write_whole(self._facts(file_id), json.dumps(asdict(stored)))
+            try:
+                with source.open("rb") as given, writing(self._content(file_id)) as kept:
+                    shutil.copyfileobj(given, kept, 1 << 20)
+                with writing(self._facts(file_id)) as facts:
+                    facts.write(json.dumps(asdict(stored)).encode())
+            except OSError:
+                self._content(file_id).unlink(missing_ok=True)
+                raise
             self._remember(file_id, document)
         return stored
 
@@ -105,18 +118,32 @@ class FileStore:
             self._facts(file_id).unlink(missing_ok=True)
             self._content(file_id).unlink(missing_ok=True)
 
+    def labels(self) -> set[str]:
+        """The labels of all stored texts, whosever they are."""
+        with self._lock:
+            return {file.label for file in self._all()}
+
+    def tidy(self, before: float) -> None:
+        """Delete contents written before a time that no facts belong to: a program was killed between the two."""
+        sweep(self._folder)
+        for path in names_in(self._folder, ".bin"):
+            with suppress(FileNotFoundError):
+                if not path.with_suffix(".json").exists() and path.stat().st_mtime < before:
+                    path.unlink()
+
     def _remember(self, file_id: str, document: Document) -> None:
         self._texts[file_id] = document
         while len(self._texts) > 1 and sum(len(known.text) for known in self._texts.values()) > _KEPT_CHARS:
             self._texts.popitem(last=False)
 
     def _all(self) -> list[StoredFile]:
-        return [file for path in self._folder.glob("file-*.json") if (file := self._load(path)) is not None]
+        return [file for path in names_in(self._folder, ".json") if (file := self._load(path)) is not None]
 
     def _load(self, facts: Path) -> StoredFile | None:
+        """None for one that is gone or damaged; raises OSError where the disk does not give it."""
         try:
-            return StoredFile(**json.loads(facts.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):  # half of it, or gone
+            return StoredFile(**read_json(facts))
+        except TypeError:
             return None
 
     def _facts(self, file_id: str) -> Path:
@@ -124,10 +151,3 @@ class FileStore:
 
     def _content(self, file_id: str) -> Path:
         return self._folder / f"{file_id}.bin"
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write so that a reader finds all of it or nothing."""
-    part = path.with_suffix(".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)

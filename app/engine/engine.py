@@ -207,6 +207,13 @@ class Engine:
             self._changed.notify()
         return Generation(self, job)
 
+    def settle(self, chat_id: str, seconds: float) -> None:
+        """Wait until no request of a chat runs or waits, at most so long."""
+        with self._changed:
+            jobs = [job for job in (*self._queue, self._running) if job is not None and job.request.chat_id == chat_id]
+        for job in jobs:
+            job.finished.wait(seconds)
+
     def close(self) -> None:
         """Cancel everything and wait until the device is idle."""
         with self._changed:

@@ -63,12 +63,19 @@ class PrefixStore:
         return best
 
     def keep(self, ids: Sequence[int] | np.ndarray, cache: SequenceCache, chat_id: str | None) -> None:
-        """Takes over `cache`, which holds exactly `ids`; without a chat it is for whoever asks about the same."""
-        tokens = np.asarray(ids, dtype=np.int64)
-        assert len(tokens) == cache.length
+        """Takes over `cache`, also when it raises, which holds exactly `ids`.
+
+        Without a chat it is for whoever asks about the same.
+        """
+        try:
+            tokens = np.asarray(ids, dtype=np.int64)
+            assert len(tokens) == cache.length
+            for kept in [k for k in self._kept if np.array_equal(k.ids, tokens)]:
+                self._drop(kept)
+        except BaseException:
+            cache.release()
+            raise
         self._clock += 1
-        for kept in [k for k in self._kept if np.array_equal(k.ids, tokens)]:
-            self._drop(kept)
         self._kept.append(_Kept(tokens, cache, chat_id, self._clock))
         own = [k for k in self._kept if k.chat_id == chat_id and chat_id is not None]
         while len(own) > _PER_CHAT or len(self._kept) > _IN_ALL:
@@ -84,5 +91,5 @@ class PrefixStore:
         return True
 
     def _drop(self, kept: _Kept) -> None:
-        kept.cache.release()
         self._kept = [k for k in self._kept if k is not kept]
+        kept.cache.release()

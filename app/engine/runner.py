@@ -65,6 +65,7 @@ class Slot:
         self._running: deque[tuple[int, torch.cuda.Event]] = deque()  # lengths that the device is on its way to
         self._settled = cache.length
         self._watch: Watch | None = None
+        self._over = False  # the cache is somebody else's
 
     @property
     def length(self) -> int:
@@ -161,18 +162,23 @@ class Slot:
     def publish(self, chat_id: str) -> None:
         """Keeps the committed tokens for the chat's next turn; the slot must not be used after it."""
         self._save()
-        if self._early is not None:
-            self._runner.prefixes.keep(*self._early, chat_id)
         if isinstance(self._cache, DuoCache):
             self._cache.watch = None
             self._cache.trim()
+        early, self._early = self._early, None
+        if early is not None:
+            self._runner.prefixes.keep(*early, chat_id)
+        self._over = True
         self._runner.prefixes.keep(self._ids, self._cache, chat_id)
 
     def discard(self) -> None:
-        """Gives everything back; the slot must not be used after it."""
-        if self._early is not None:
-            self._early[1].release()
-        self._cache.release()
+        """Gives back what `publish` did not take over; the slot must not be used after it."""
+        early, self._early = self._early, None
+        if early is not None:
+            early[1].release()
+        if not self._over:
+            self._over = True
+            self._cache.release()
 
 
 class Runner:

@@ -9,24 +9,25 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
 from models.cache.snapshot import Snapshot, read_chain, read_footer, write_snapshot
 from models.errors import BadSnapshot
+from models.files import sweep
 
 log = logging.getLogger(__name__)
 
 LEAST_TOKENS = 512  # a shorter stretch is read again sooner than its windows are written
 WAITING = 2  # caches that wait to be written, beside the one that is
 _SUFFIX = ".kv"
+_PATIENCE_S = 30.0  # for a file that is written while it is to be deleted
 _DISK_LEFT = 1 << 30  # bytes of the disk that are left alone
 
 
@@ -68,8 +69,9 @@ class SnapshotStore:
         self._dropping = False
         self._closed = False
         self._changed = threading.Condition()
-        folder.mkdir(parents=True, exist_ok=True)
-        self._scan()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        sweep(folder)
+        self._look()
         self._thread = threading.Thread(target=self._work, name="octavo-snapshots", daemon=True)
         self._thread.start()
 
@@ -96,13 +98,24 @@ class SnapshotStore:
         shared: Sequence[int],
         tell: Callable[[int], None],
     ) -> DuoCache | None:
-        """The cache of a chain; None when a file of it is damaged, which is dropped with all that builds on it."""
+        """The cache of a chain; None when a file of it cannot be used, and the text must be read again.
+
+        A damaged file is deleted with all that builds on it; one that the disk does not give stays where it is.
+        """
         try:
             cache = read_chain(chain, pool, shared, tell)
         except BadSnapshot as error:
-            self._note(f"A saved reading was damaged and is dropped: {error}")
+            self._note(f"A saved reading was damaged and is dropped; the text is read again: {error}")
             damaged = {snapshot.key for path, snapshot in chain if path.name in str(error)}
             self.drop(lambda snapshot: snapshot.key in damaged)
+            return None
+        except OSError as error:
+            gone = isinstance(error, FileNotFoundError)  # another program needed the room
+            if not gone:
+                self._note(f"A saved reading cannot be used; the text is read again: {error}")
+            with self._changed:
+                for key in [s.key for path, s in chain if not gone or not path.exists()]:
+                    self._delete(key, files=False)
             return None
         now = time.time()
         with self._changed:
@@ -160,6 +173,27 @@ class SnapshotStore:
             self._changed.notify_all()
         self._thread.join()
 
+    def forget(self, label: str, wanted: Container[str]) -> None:
+        """Delete what was read of a document and what builds on it, where no other document in `wanted` does."""
+        self._give_up(lambda job: label in job.labels)
+        with self._changed:
+            keys: set[str] = set()
+            for key in [key for key, saved in self._saved.items() if label in saved.snapshot.labels]:
+                keys.update(self._ancestry(key), self._offspring(key))
+            self._release(keys, wanted)
+
+    def forget_paths(
+        self, paths: Iterable[Sequence[int]], others: Iterable[Sequence[int]], wanted: Container[str]
+    ) -> None:
+        """Delete what was saved along some token ids, where neither `others` go there nor a document in `wanted`."""
+        own = [np.asarray(path, dtype=np.int64) for path in paths]
+        self._give_up(lambda job: any(_begins(path, job.ids) for path in own))
+        with self._changed:
+            keys = set().union(*map(self._along, own))
+            for path in others:
+                keys -= self._along(np.asarray(path, dtype=np.int64))
+            self._release(keys, wanted)
+
     def drop(self, which: Callable[[Snapshot], bool]) -> None:
         """Delete snapshots and all that builds on them."""
         with self._changed:
@@ -167,15 +201,15 @@ class SnapshotStore:
                 self._delete(key)
 
     def bytes_of(self, label: str | None = None) -> int:
-        """Bytes on disk of what carries a label, its ancestors included; of everything without one."""
+        """Bytes on disk of what was read of a document; of everything without a label.
+
+        Every file counts for one document: the one that ends in it, else the next that builds on it, else the last
+        that it builds on. So documents that share a beginning are not counted twice.
+        """
         with self._changed:
             if label is None:
                 return sum(saved.bytes for saved in self._saved.values())
-            keys: set[str] = set()
-            for saved in self._saved.values():
-                if label in saved.snapshot.labels:
-                    keys |= set(self._ancestry(saved.snapshot.key))
-            return sum(self._saved[key].bytes for key in keys)
+            return sum(self._saved[key].bytes for key, owner in self._shares().items() if owner == label)
 
     def labels(self) -> frozenset[str]:
         """The labels of snapshots that fit this model."""
@@ -185,37 +219,48 @@ class SnapshotStore:
 
     # ---- the tree
 
-    def _scan(self) -> None:
-        for path in self.folder.glob("*.part"):
-            writer = path.name.split(".")[-2]
-            if not writer.isdigit() or not psutil.pid_exists(int(writer)) or int(writer) == os.getpid():
-                path.unlink(missing_ok=True)
-        for path in self.folder.glob(f"*{_SUFFIX}"):
+    def _look(self) -> None:
+        """Learn what is in the folder: other programs may write there, and make room, at the same time."""
+        known = {saved.path.name: key for key, saved in self._saved.items()}
+        found = set()
+        for path in self.folder.iterdir():
+            if path.suffix != _SUFFIX:
+                continue
+            found.add(path.name)
+            if path.name in known:
+                continue
             try:
                 snapshot = read_footer(path)
                 if path.stem != snapshot.key:
                     raise BadSnapshot(f"{path.name} is the snapshot {snapshot.key}.")
+                self._saved[snapshot.key] = _Saved(path, snapshot, path.stat().st_mtime)
             except BadSnapshot as error:
                 self._note(f"A saved reading was damaged and is dropped: {error}")
                 path.unlink(missing_ok=True)
-                continue
-            self._saved[snapshot.key] = _Saved(path, snapshot, path.stat().st_mtime)
-        for key in [key for key, saved in self._saved.items() if saved.snapshot.parent not in self._saved]:
-            if key in self._saved and self._saved[key].snapshot.parent:
-                self._delete(key)
+            except FileNotFoundError:
+                pass  # deleted just now
+            except OSError as error:
+                self._note(f"A saved reading cannot be used: {error}")
+        for name in set(known) - found:
+            self._delete(known[name], files=False)
+        for key, saved in list(self._saved.items()):
+            parent = saved.snapshot.parent
+            if parent and parent not in self._saved:
+                self._delete(key, files=not (self.folder / f"{parent}{_SUFFIX}").exists())
 
-    def _children(self, key: str) -> list[_Saved]:
-        found = [s for s in self._saved.values() if s.snapshot.parent == key and s.snapshot.kind == self.kind]
+    def _children(self, key: str, kind: str) -> list[_Saved]:
+        found = [s for s in self._saved.values() if s.snapshot.parent == key and s.snapshot.kind == kind]
         return sorted(found, key=lambda saved: saved.snapshot.length)
 
-    def _chains(self, prompt: np.ndarray, most: int) -> Iterator[list[_Saved]]:
+    def _chains(self, prompt: np.ndarray, most: int, kind: str = "") -> Iterator[list[_Saved]]:
         """Every chain of snapshots that is a prefix of the prompt, of at most `most` tokens."""
+        kind = kind or self.kind
         waiting: list[list[_Saved]] = [[]]
         while waiting:
             chain = waiting.pop()
             parent, start = (chain[-1].snapshot.key, chain[-1].snapshot.length) if chain else ("", 0)
-            digest, at = self._begin(parent), start
-            for child in self._children(parent):
+            digest, at = _begin(kind, parent), start
+            for child in self._children(parent, kind):
                 length = child.snapshot.length
                 if child.snapshot.start != start or length > most:
                     continue
@@ -225,8 +270,10 @@ class SnapshotStore:
                     waiting.append([*chain, child])
                     yield waiting[-1]
 
-    def _begin(self, parent: str) -> hashlib.blake2b:
-        return hashlib.blake2b(f"{self.kind}/{parent}/".encode(), digest_size=20)
+    def _along(self, ids: np.ndarray) -> set[str]:
+        """The keys of all snapshots, of whatever kind of cache, that lie on the way through these ids."""
+        kinds = {saved.snapshot.kind for saved in self._saved.values()}
+        return {chain[-1].snapshot.key for kind in kinds for chain in self._chains(ids, len(ids), kind)}
 
     def _ancestry(self, key: str) -> list[str]:
         keys = []
@@ -235,16 +282,59 @@ class SnapshotStore:
             key = self._saved[key].snapshot.parent
         return keys
 
-    def _delete(self, key: str) -> None:
-        for child in [k for k, saved in self._saved.items() if saved.snapshot.parent == key]:
-            self._delete(child)
-        if (saved := self._saved.pop(key, None)) is not None:
-            saved.path.unlink(missing_ok=True)
+    def _offspring(self, key: str) -> list[str]:
+        keys = [key]
+        for parent in keys:
+            keys += [k for k, saved in self._saved.items() if saved.snapshot.parent == parent]
+        return keys
+
+    def _shares(self) -> dict[str, str]:
+        """For every file's key the label of the document that it counts for, "" for none."""
+        order = sorted(self._saved.values(), key=lambda saved: (saved.snapshot.length, saved.snapshot.key))
+        found = {saved.snapshot.key: min(saved.snapshot.labels, default="") for saved in order}
+        for saved in reversed(order):  # a document's end takes in what was saved on the way to it
+            parent = saved.snapshot.parent
+            if found.get(parent) == "" and found[saved.snapshot.key]:
+                found[parent] = found[saved.snapshot.key]
+        for saved in order:
+            found[saved.snapshot.key] = found[saved.snapshot.key] or found.get(saved.snapshot.parent, "")
+        return found
+
+    def _release(self, keys: set[str], wanted: Container[str]) -> None:
+        """Delete those of `keys` that nothing builds on and where no wanted document ends, from the ends on."""
+        while True:
+            parents = {saved.snapshot.parent for saved in self._saved.values()}
+            ends = [
+                key
+                for key in keys & self._saved.keys() - parents
+                if not any(label in wanted for label in self._saved[key].snapshot.labels)
+            ]
+            if not ends:
+                return
+            for key in ends:
+                self._delete(key)
+
+    def _give_up(self, which: Callable[[_Job], bool]) -> None:
+        """Take jobs out of the line; one that is written just now is waited for, and found like any other."""
+        with self._changed:
+            for job in [job for job in self._jobs if which(job)]:
+                self._jobs.remove(job)
+                job.cache.release()
+            writing = self._writing
+            if writing is not None and which(writing):
+                self._changed.wait_for(lambda: self._writing is not writing, _PATIENCE_S)
+
+    def _delete(self, key: str, files: bool = True) -> None:
+        """Forget a snapshot with all that builds on it, and delete the `files`."""
+        for gone in reversed(self._offspring(key)):
+            if (saved := self._saved.pop(gone, None)) is not None and files:
+                saved.path.unlink(missing_ok=True)
 
     def _make_room(self, need: int, keep: set[str]) -> bool:
         """Delete what was not used for longest, ends of chains first; whether `need` bytes fit then."""
         pinned = self.pinned()
         with self._changed:
+            self._look()
             while True:
                 held = sum(saved.bytes for saved in self._saved.values())
                 free = shutil.disk_usage(self.folder).free - _DISK_LEFT
@@ -298,7 +388,7 @@ class SnapshotStore:
                 "is. Unpin a document, remove one, or raise --library-quota."
             )
             return
-        digest = self._begin(parent.key if parent else "")
+        digest = _begin(self.kind, parent.key if parent else "")
         digest.update(_bytes(job.ids[start:]))
         about = {
             "key": digest.hexdigest(),
@@ -326,6 +416,14 @@ class SnapshotStore:
     def _note(self, text: str) -> None:
         log.warning("%s", text)
         self.notes.append(text)
+
+
+def _begin(kind: str, parent: str) -> hashlib.blake2b:
+    return hashlib.blake2b(f"{kind}/{parent}/".encode(), digest_size=20)
+
+
+def _begins(path: np.ndarray, ids: np.ndarray) -> bool:
+    return len(ids) <= len(path) and np.array_equal(path[: len(ids)], ids)
 
 
 def _bytes(ids: np.ndarray) -> bytes:

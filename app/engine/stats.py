@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import threading
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+_COUNTING = threading.Lock()  # requests end in the worker, and in whatever thread cancels one that waits
 
 
 @dataclass
@@ -17,8 +21,14 @@ class Totals:
     decode_s: float = 0.0
 
     def ended(self, how: str) -> None:
-        """One more request ended."""
-        self.requests[how] = self.requests.get(how, 0) + 1
+        """One more request ended; from any thread."""
+        with _COUNTING:
+            self.requests[how] = self.requests.get(how, 0) + 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """A copy as plain values; from any thread."""
+        with _COUNTING:
+            return asdict(self)
 
 
 class CostModel:

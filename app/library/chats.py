@@ -6,7 +6,7 @@ import json
 import re
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -19,11 +19,12 @@ from app.chat import Chat, Selection, Turn
 from app.documents import Document
 from app.engine.types import SamplingParams
 from app.evidence import Passage, Quote
-from app.library.files import read_json, write_whole
+from app.library.files import names_in, read_json, write_whole
 
 _ID = re.compile(r"[0-9a-f]{32}")
 _NAMED = re.compile(rb'"document": "([0-9a-f]{32})"')  # as json.dumps writes it; quotes inside of texts are escaped
 _TITLE = 60  # characters
+_ALIKE = 512  # tokens by which chats are compared before all of their ids are read
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class ChatStore:
         self.folder = folder
         self._lock = threading.Lock()
         self._known: dict[str, tuple[int, Listed, str]] = {}  # id: (time of the file, entry, its words)
+        self.unread = ""
         self._places: dict[str, dict[tuple[int, ...], list[int]]] = {}  # chat: where its ids lie already
 
     def save(self, chat: Chat) -> None:
@@ -63,9 +65,9 @@ class ChatStore:
     def _chat(self, plain: dict[str, Any], document_of: Callable[[str], Document | None]) -> Chat:
         chat_id = plain["id"]
         try:
-            ids = (self.folder / f"{chat_id}.ids").read_bytes()
+            ids = self._ids(chat_id)
         except OSError:
-            ids = b""
+            ids = b""  # made anew from the texts
         sampling = SamplingParams(**plain["sampling"] | {"stop": tuple(plain["sampling"]["stop"])})
         chat = Chat(plain["system"], plain["id"], plain["title"], plain["created"], sampling, plain["ids_of"])
         documents: dict[str, Document | None] = {}
@@ -80,11 +82,19 @@ class ChatStore:
         return chat
 
     def find(self, words: str = "") -> list[Listed]:
-        """All chats, or those that hold every one of these words; the newest first."""
+        """All chats, or those that hold every one of these words; the newest first.
+
+        `unread` says then whether the disk did not give one. Raises OSError where it gives none.
+        """
         wanted = words.casefold().split()
-        found = []
-        for path in self.folder.glob("*.json"):
-            entry = self._entry(path)
+        found: list[Listed] = []
+        self.unread = ""
+        for path in names_in(self.folder, ".json"):
+            try:
+                entry = self._entry(path)
+            except OSError as error:
+                self.unread = f"A chat cannot be read just now ({error.strerror or error}); nothing of it is changed."
+                continue
             if entry is not None and all(word in entry[1] for word in wanted):
                 found.append(entry[0])
         return sorted(found, key=lambda listed: listed.updated, reverse=True)
@@ -111,10 +121,29 @@ class ChatStore:
         Raises OSError where one cannot be read: what it names is not known then.
         """
         labels: set[str] = set()
-        for path in self.folder.glob("*.json"):
+        for path in names_in(self.folder, ".json"):
             with suppress(FileNotFoundError):  # deleted just now
                 labels.update(label.decode() for label in _NAMED.findall(path.read_bytes()))
         return labels
+
+    def paths(self, like: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """Token ids of every branch of every chat that begins with the same tokens as `like`."""
+        want = np.asarray(like[:_ALIKE], dtype="<i4").tobytes()
+        for path in names_in(self.folder, ".json"):
+            plain = self._read(path.stem)
+            if plain is None:
+                continue
+            start, count, _ = plain["turns"][0]["prompt"]
+            have = self._ids(path.stem, start, 4 * min(count, _ALIKE))
+            if have and want.startswith(have[: len(want)]):
+                yield from self._chat(plain, lambda label: None).paths()
+
+    def tidy(self, before: float) -> None:
+        """Delete ids that were written before a time and belong to no chat: a program was killed between the two."""
+        for path in names_in(self.folder, ".ids"):
+            with suppress(FileNotFoundError):
+                if not path.with_suffix(".json").exists() and path.stat().st_mtime < before:
+                    path.unlink()
 
     def export(self, chat_id: str, kind: str) -> str | None:
         """A chat as "md" (what is seen) or "json" (all branches); None when it is not there."""
@@ -138,7 +167,7 @@ class ChatStore:
     def _entry(self, path: Path) -> tuple[Listed, str] | None:
         try:
             changed = path.stat().st_mtime_ns
-        except OSError:
+        except FileNotFoundError:
             return None
         known = self._known.get(path.stem)
         if known is None or known[0] != changed:
@@ -159,9 +188,18 @@ class ChatStore:
             data = np.asarray(ids, dtype="<i4").tobytes()
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with (self.folder / f"{chat_id}.ids").open("ab") as file:
-                places[ids] = [file.tell(), len(ids), zlib.crc32(data)]
+                start = file.tell()
                 file.write(data)
+            places[ids] = [start, len(ids), zlib.crc32(data)]  # only now: a full disk may have taken a part of it
         return places[ids]
+
+    def _ids(self, chat_id: str, start: int = 0, size: int = -1) -> bytes:
+        try:
+            with (self.folder / f"{chat_id}.ids").open("rb") as file:
+                file.seek(start)
+                return file.read(size)
+        except FileNotFoundError:
+            return b""
 
 
 def _is_chat(plain: dict[str, Any]) -> bool:

@@ -1,4 +1,7 @@
-"""Documents' texts and token ids on disk, by what they hold; who may see them is for `Owner` to say."""
+"""Documents' texts and token ids on disk, by what they hold; who may see them is for `Owner` to say.
+
+A document's file has two lines: the checksum of the second, and the document as JSON.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import types
 import typing
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +23,7 @@ import numpy as np
 
 from app.chat import Selection
 from app.documents import Document
-from app.library.files import read_json, write_whole
+from app.library.files import names_in, parse_json, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -33,13 +37,15 @@ class DocumentStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._sound: dict[str, tuple[int, int]] = {}  # label: time and size of a file that was found undamaged
         self.naming = threading.RLock()  # held from a document's being put until a list or a chat names it
 
     def put(self, document: Document) -> str:
-        """Keep a document; gives its label."""
+        """Keep a document, in place of a damaged copy too; gives its label."""
         label = Selection.whole(document).label
-        if not self.has(label):
-            write_whole(self._path(label), json.dumps(asdict(document), ensure_ascii=False))
+        if not self._is_sound(label):
+            body = json.dumps(asdict(document), ensure_ascii=False).encode("utf-8", "surrogatepass")
+            write_whole(self._path(label), _sum_line(body) + body)
         return label
 
     def has(self, label: str) -> bool:
@@ -47,13 +53,22 @@ class DocumentStore:
         return bool(_LABEL.fullmatch(label)) and self._path(label).is_file()
 
     def get(self, label: str) -> Document | None:
-        """The document of a label; None when it is not kept, or damaged."""
-        plain = read_json(self._path(label)) if _LABEL.fullmatch(label) else None
+        """The document of a label; None when it is not kept, or damaged. Raises OSError where the disk does not say."""
+        if not _LABEL.fullmatch(label):
+            return None
+        try:
+            head, _, body = self._path(label).read_bytes().partition(b"\n")
+        except FileNotFoundError:
+            return None
+        plain = parse_json(body) if head + b"\n" == _sum_line(body) else None
         try:
             document: Document | None = _build(Document, plain) if isinstance(plain, dict) else None
         except (TypeError, ValueError, KeyError):
+            document = None
+        if document is None or Selection.whole(document).label != label:
+            log.warning("The text of a document was damaged and is not used: %s", self._path(label).name)
             return None
-        return document if document is None or Selection.whole(document).label == label else None
+        return document
 
     def drop(self, label: str) -> None:
         """Delete a document and its ids."""
@@ -61,12 +76,17 @@ class DocumentStore:
             for path in (self._path(label), *self.folder.glob(f"{label}-*.ids")):
                 path.unlink(missing_ok=True)
 
-    def labels(self) -> list[str]:
-        """The labels of all documents."""
-        return [path.stem for path in self.folder.glob("*.json")]
+    def labels(self, before: float = float("inf")) -> set[str]:
+        """The labels of all that is kept and was written before a time in seconds since 1970."""
+        found = set()
+        for path in names_in(self.folder, ".json") + names_in(self.folder, ".ids"):
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime < before:
+                    found.add(path.name[:32])
+        return found
 
     def ids(self, name: str) -> tuple[int, ...] | None:
-        """Token ids that `keep_ids` kept under a name; None when they are not there, or damaged."""
+        """Token ids that `keep_ids` kept under a name; None when they are not there, or damaged: they are made anew."""
         try:
             data = (self.folder / f"{name}.ids").read_bytes()
         except OSError:
@@ -84,8 +104,23 @@ class DocumentStore:
             except OSError as error:
                 log.warning("Token ids of a document are not kept: %s", error)
 
+    def _is_sound(self, label: str) -> bool:
+        """Whether a document is kept undamaged; looked at once for every state of its file."""
+        try:
+            facts = self._path(label).stat()
+            state = facts.st_mtime_ns, facts.st_size
+            if self._sound.get(label) != state and self.get(label) is not None:
+                self._sound[label] = state
+            return self._sound.get(label) == state
+        except FileNotFoundError:
+            return False
+
     def _path(self, label: str) -> Path:
         return self.folder / f"{label}.json"
+
+
+def _sum_line(body: bytes) -> bytes:
+    return b'{"crc32": %d}\n' % zlib.crc32(body)
 
 
 def _build(kind: Any, plain: Any) -> Any:

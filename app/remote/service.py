@@ -166,7 +166,7 @@ class RemoteService(ChatService):
             "prefill_tokens_per_s": 0.0,
             "busy": self._engine.busy,
             "waiting": 0,
-            "totals": asdict(self._engine.totals),
+            "totals": self._engine.totals.as_dict(),
             "settings": {"engine": f"OpenAI-compatible server at {self._engine.base_url}"},
         }
 

@@ -157,6 +157,13 @@ class Handlers:
 
     async def acted(self, session: Session, event: gr.EventData) -> AsyncIterator[Changes]:
         """Something was done to a chat, a turn or a document of the library."""
+        try:
+            async for changes in self._act(session, event):
+                yield changes
+        except OSError as error:
+            yield {self.parts.strip: self._error(error)}
+
+    async def _act(self, session: Session, event: gr.EventData) -> AsyncIterator[Changes]:
         parts, conversation = self.parts, session.conversation
         what, wanted, value = field(event, "do"), str(field(event, "id") or ""), str(field(event, "value") or "")
         on_turn = what in ("edit", "unedit", "again", "resume", "branch", "fork")
@@ -237,14 +244,16 @@ class Handlers:
                 owner.chats.rename(wanted, value)
                 self.sessions.rename(owner, wanted)
             case "delete":
-                self.sessions.forget(owner, wanted)
-                owner.chats.delete(wanted)
-                self.service.library.sweep(self.service.forget)
+                chat = self.sessions.forget(owner, wanted) or owner.open_chat(wanted)
+                if chat is None:  # damaged: nothing else is known of it
+                    owner.chats.delete(wanted)
+                else:
+                    self.service.delete_chat(owner, chat)
             case "pin":
                 owner.pin(wanted, value == "true")
             case "forget":
                 owner.remove(wanted)
-                if not self.service.library.shared(wanted, owner):
+                if wanted not in self.service.library.listed():
                     self.service.forget(wanted)
                 self.service.library.sweep(self.service.forget)
         return self._lists(session)
@@ -335,10 +344,14 @@ class Handlers:
         """The panel with chats and library."""
         parts, owner, service = self.parts, session.owner, self.service
         running = self.sessions.running(owner)
-        chats = sidebar.chats(owner.chats.find(session.words), session.conversation.chat.id, running, session.words)
+        try:
+            found, known = owner.chats.find(session.words), owner.documents()
+            unread = owner.chats.unread
+        except OSError as error:
+            found, known, unread = [], [], describe(error)[0]
+        chats = sidebar.chats(found, session.conversation.chat.id, running, session.words)
         held, quota = service.saved_bytes(), service.saved_quota
-        known = owner.documents()
-        note = session.conversation.unsaved or service.saved_note
+        note = session.conversation.unsaved or unread or service.saved_note
         library = sidebar.library(known, service.saved_bytes, held, quota, views.size, note)
         return {parts.chats: chats, parts.library: library}
 

@@ -7,6 +7,7 @@ import secrets
 import time
 from dataclasses import dataclass
 
+from app.chat import Chat
 from app.library import Owner
 from app.service import ChatService
 from app.ui.conversation import Conversation
@@ -99,13 +100,16 @@ class Sessions:
             if session.owner is owner and session.conversation.chat.id == chat_id:
                 session.conversation.chat.title = titles.get(chat_id, session.conversation.chat.title)
 
-    def forget(self, owner: Owner, chat_id: str) -> None:
-        """A chat was deleted: stop it, and have the tabs that show it begin a new one."""
+    def forget(self, owner: Owner, chat_id: str) -> Chat | None:
+        """A chat is to be deleted: stop it, and have the tabs that show it begin a new one; gives it, if it is open."""
+        chat = None
         for session in list(self._sessions.values()):
             if session.owner is owner and session.conversation.chat.id == chat_id:
+                chat = session.conversation.chat
                 session.conversation.deleted = True
                 session.conversation.stop()
                 session.conversation = Conversation(self._service, owner)
+        return chat
 
     def leave(self, page: str) -> None:
         """The page is closed or reloaded; its answer goes on."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shutil
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -17,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
+from app import scratch
 from app.documents.codebase import MAX_ENTRIES
 from app.errors import DocumentTooLarge, OctavoError, UsageError
 
@@ -42,7 +42,7 @@ class Uploads:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))
+        self._folder = scratch.new_folder()
         self._waiting: dict[str, Upload] = {}
 
     async def receive(self, request: Request) -> Response:

@@ -25,13 +25,14 @@ from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
 from models.cache.shape import BLOCK
 from models.errors import BadSnapshot
+from models.files import writing
 
 VERSION = 1  # raise it when what a cache holds, or how it is stored, changes: older files are then read no more
 
 _MAGIC = b"OCTAVOKV"
 _END = struct.Struct("<II8s")
 _PIECE = 16 << 20  # bytes read, checked and copied at a time
-_READERS = 8  # threads: a checksum takes 1 GB/s of one, a disk or its cache gives several
+_READERS = min(16, max(8, os.cpu_count() or 8))  # a checksum takes 1 GB/s of one, a disk or its cache gives several
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,14 @@ def write_snapshot(path: Path, cache: DuoCache, about: dict[str, Any], go_on: Ca
     `about` gives the other fields of the footer. The file appears under `path` only when it is complete.
     """
     ids = cache.blocks[about["first"] :]
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     checksums = []
     step = _step(cache.pool.block_bytes)
     try:
-        with part.open("wb") as file:
+        with writing(path) as file:
             file.write(_MAGIC)
             for start in range(0, len(ids), step):
                 if not go_on():
-                    return None
+                    raise _GivenUp
                 checksums.append(_put(file, cache.pool.dump(ids[start : start + step])))
             checksums += [_put(file, tensor) for tensor in cache.exact()]
             snapshot = Snapshot(
@@ -87,16 +87,20 @@ def write_snapshot(path: Path, cache: DuoCache, about: dict[str, Any], go_on: Ca
             )
             footer = json.dumps(asdict(snapshot)).encode()
             file.write(footer + _END.pack(zlib.crc32(footer), len(footer), _MAGIC))
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
         return snapshot
-    finally:
-        part.unlink(missing_ok=True)
+    except _GivenUp:
+        return None
+
+
+class _GivenUp(Exception):
+    """What is written is wanted no more."""
 
 
 def read_footer(path: Path) -> Snapshot:
-    """What a file holds; raises BadSnapshot for one that is no snapshot, cut short, or of another version."""
+    """What a file holds; raises BadSnapshot for one that is no snapshot, cut short, or of another version.
+
+    Raises OSError where the disk does not give it, which says nothing about the file.
+    """
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -107,8 +111,8 @@ def read_footer(path: Path) -> Snapshot:
                 raise BadSnapshot(f"{path.name} is no snapshot, or was cut short.")
             file.seek(at)
             footer = file.read(length)
-    except (OSError, struct.error) as error:
-        raise BadSnapshot(f"{path.name} cannot be read: {error}.") from error
+    except struct.error as error:
+        raise BadSnapshot(f"{path.name} is no snapshot, or was cut short.") from error
     if zlib.crc32(footer) != crc:
         raise BadSnapshot(f"The footer of {path.name} is damaged.")
     values: dict[str, Any] = json.loads(footer)
@@ -126,8 +130,8 @@ def read_chain(
 ) -> DuoCache:
     """A cache from a chain of files, first to last; its first blocks are `shared`, which the pool has already.
 
-    `tell(tokens)` hears how far it is and may raise. Raises BadSnapshot, after which nothing is taken from the pool,
-    and PoolExhausted.
+    `tell(tokens)` hears how far it is and may raise. Raises BadSnapshot, OSError where the disk does not give a file,
+    and PoolExhausted; after any of them nothing is taken from the pool.
     """
     cache = DuoCache.empty(pool, chain[-1][1].length, shared)
     try:
@@ -212,8 +216,6 @@ def _pieces(
                     ahead.append(readers.submit(read, *wanted[number + len(ahead)][:3]))
                 data = ahead.popleft().result()
                 yield what, ids, data.to(cache.pool.device, non_blocking=True)
-        except OSError as error:
-            raise BadSnapshot(f"{path.name} cannot be read: {error}.") from error
         finally:
             for waiting in ahead:
                 waiting.cancel()

@@ -40,11 +40,17 @@ def test_a_document_comes_back_equal_and_damage_is_noticed(tmp_path: Path, docum
     assert store.get("../" + label) is None
     assert store.get("0" * 32) is None
     path = tmp_path / "documents" / f"{label}.json"
-    plain = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(plain | {"sha256": "other"}), encoding="utf-8")
-    assert store.get(label) is None
-    path.write_text(json.dumps(plain)[:-20], encoding="utf-8")
-    assert store.get(label) is None
+    whole = path.read_bytes()
+    other = whole.replace(b"heron", b"crane", 1)  # JSON as good as before, of another text
+    assert other != whole
+    for damaged in (other, whole[:-20], whole[:3], b"", b"\n", b"[]", b'{"crc32": 0}\n'):
+        path.write_bytes(damaged)
+        assert store.get(label) is None, damaged[:40]
+        assert store.put(document) == label  # added again it is whole again
+        assert store.get(label) == document
+    changed = path.stat().st_mtime_ns
+    store.put(document)
+    assert path.stat().st_mtime_ns == changed
 
 
 def test_half_characters_are_kept_out_of_documents_and_mended_in_saved_chats(tmp_path: Path) -> None:
@@ -203,7 +209,7 @@ def test_owners_never_see_each_others_things(tmp_path: Path, document: Document)
     assert library.pinned() == frozenset()
     one.pin(label, True)
     assert Library(tmp_path).pinned() == {label}
-    assert not library.shared(label, one) and library.shared(label, two)
+    assert library.listed() == {label} and two.listed() == set()
     assert "one" not in {path.name for path in tmp_path.rglob("*")}  # the secret itself is nowhere
 
 

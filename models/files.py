@@ -1,0 +1,83 @@
+"""Files that are whole or not there, and what programs leave behind that were killed while they wrote."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+PART = ".part"
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[BinaryIO]:
+    """A file that is found under `path` once the block has ended well; until then, and after an error, nothing is.
+
+    What is written lies beside it under a name with `.part`, which `sweep` deletes if this program is killed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    part, file = _new_part(path)
+    with file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def sweep(folder: Path) -> None:
+    """Delete what killed programs were writing in a folder and those below it; what is written just now stays."""
+    for part in folder.rglob(f"*{PART}"):
+        with unheld(part) as free:
+            if free:
+                part.unlink(missing_ok=True)
+
+
+def hold(file: BinaryIO) -> None:
+    """Mark an open file as in use until it is closed or this program ends, however that comes about."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a file system without locks: nothing is swept there either
+
+
+@contextmanager
+def unheld(path: Path) -> Iterator[bool]:
+    """Whether a file is there, is this user's, and no living program holds it; none begins to while the block runs."""
+    try:
+        found = path.lstat()
+        if fcntl is None or not os.path.isfile(path) or path.is_symlink() or found.st_uid != os.getuid():
+            yield False
+            return
+        file = path.open("rb")
+    except OSError:
+        yield False
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+            return
+        yield True
+
+
+def _new_part(path: Path) -> tuple[Path, BinaryIO]:
+    while True:
+        part = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PART}")
+        file = part.open("xb")
+        hold(file)
+        if part.exists():  # else a sweep came between the file and its mark
+            return part, file
+        file.close()
