@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
 from app.documents import Document
-from app.engine.engine import Generation
+from app.engine.generation import Generation
 from app.engine.types import FinishReason, SamplingParams
 from app.errors import UsageError
 from app.evidence import Passage, Quote

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from app.config import Settings
 from app.documents import Document
-from app.engine.engine import Generation
+from app.engine.generation import Generation
 from app.engine.types import Done, Failed, Progress, Queued, SamplingParams, Token
 from app.engines import open_service
 from app.errors import UsageError

@@ -16,7 +16,7 @@ from app.chat import Chat, Selection, Turn, ids_of, new_sources, selection_of
 from app.config import Settings
 from app.conversation import AnswerMemory, Message, exchanges
 from app.documents import Document, read_safely
-from app.engine.engine import Generation
+from app.engine.generation import Generation
 from app.engine.sampler import check_sampling
 from app.engine.snapshots import SnapshotStore
 from app.engine.types import Done, GenerationRequest, Mark, SamplingParams

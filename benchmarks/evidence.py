@@ -18,7 +18,7 @@ import torch
 from app.config import EMBEDDED_MODEL, Settings
 from app.documents import Document
 from app.documents.document import lay_out, paginate
-from app.engine.engine import Generation
+from app.engine.generation import Generation
 from app.engine.types import Done, SamplingParams, Token
 from app.service import ChatService
 from benchmarks._report import at_least, at_most, finish

@@ -15,7 +15,7 @@ from app.api.store import FileStore
 from app.api.stream import chat_shape, respond, text_shape
 from app.chat import Selection
 from app.conversation import Message
-from app.engine.engine import Generation
+from app.engine.generation import Generation
 from app.errors import UsageError
 from app.service import ChatService
 

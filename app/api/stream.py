@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from app.api.errors import ApiError, body_of, error_response
-from app.engine.engine import Generation
+from app.engine.generation import Generation
 from app.engine.types import Done, Event, Failed, FinishReason, Progress, Queued, Token, Usage
 
 KEEP_ALIVE_S = 5.0  # proxies and clients give up on a silent connection, often after 30 s

@@ -4,59 +4,24 @@ from __future__ import annotations
 
 import gc
 import logging
-import queue
 import threading
-import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
+from app.engine.answer import Answer, Slot, answer_room
 from app.engine.detokenize import Detokenizer
-from app.engine.sampler import LoopDetector, check_sampling
+from app.engine.generation import Generation, Job
+from app.engine.sampler import check_sampling
 from app.engine.stats import CostModel, Totals
-from app.engine.types import (
-    Done,
-    Event,
-    Failed,
-    FinishReason,
-    GenerationRequest,
-    Mark,
-    Memory,
-    Opening,
-    Progress,
-    Queued,
-    SamplingParams,
-    Timings,
-    Token,
-    Usage,
-)
-from app.errors import ContextTooLong, OctavoError
-from models.evidence import Looked, Question
+from app.engine.types import Done, Event, Failed, GenerationRequest, Mark, Memory, Opening, Queued, Timings, Usage
+from app.errors import OctavoError
+from models.evidence import Question
 
 log = logging.getLogger(__name__)
-
-_SLOW_S = 2.0  # a chunk beside which the host's own milliseconds are nothing
-
-
-class Slot(Protocol):
-    """One request's place in the cache: `cached` tokens were reused, `length` tokens are committed."""
-
-    @property
-    def cached(self) -> int: ...
-    @property
-    def length(self) -> int: ...
-    def prefill(self, chunk_ids: Sequence[int]) -> None: ...
-    def settle(self, least: int) -> int: ...
-    def answer(self, sampling: SamplingParams, room: int | None) -> Generator[int]: ...
-    def watch(self) -> None: ...
-    def looked(self) -> Looked | None: ...
-    def publish(self, chat_id: str) -> None: ...
-    def discard(self) -> None: ...
 
 
 class Runner(Protocol):
@@ -79,88 +44,6 @@ class Runner(Protocol):
     def find_evidence_heads(self, prompt: list[int], questions: list[Question]) -> None: ...
     def memory(self) -> Memory: ...
     def close(self) -> None: ...
-
-
-def answer_room(prompt_tokens: int, capacity: int | None, wanted: int | None) -> int | None:
-    """Tokens the answer may have, at most `wanted`; raises ContextTooLong when the prompt leaves none.
-
-    None is without end: the context cannot fill, and no limit was asked for.
-    """
-    if capacity is None:
-        return wanted
-    if prompt_tokens >= capacity:
-        raise ContextTooLong(prompt_tokens + 1, capacity)
-    room = capacity - prompt_tokens
-    return room if wanted is None else min(wanted, room)
-
-
-@dataclass(eq=False)
-class Job:
-    """A request on its way; the worker and the consumer's `Generation` share it."""
-
-    request: GenerationRequest
-    on_done: Callable[[Done], None] | None
-    events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
-    finished: threading.Event = field(default_factory=threading.Event)
-    cancelled: bool = False
-    place: int = 0
-
-
-class Generation:
-    """One answer: iterate over its events, the last of which is `Done` or `Failed`.
-
-    Leaving the loop early, closing the iterator or dropping the object cancels the request.
-    """
-
-    def __init__(self, engine: Engine, job: Job) -> None:
-        self._engine = engine
-        self._job = job
-        self._ended = False
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether someone asked for the end; the request may still need until its next chunk or token."""
-        return self._job.cancelled
-
-    @property
-    def finished(self) -> threading.Event:
-        """Set once the device has let go of the request."""
-        return self._job.finished
-
-    def cancel(self) -> None:
-        """End the request: at once in the queue, else at its next chunk or token. Any thread, any number of times."""
-        self._engine._cancel(self._job)
-
-    def next_event(self, timeout: float | None = None) -> Event | None:
-        """The next event; None after `timeout` seconds without one, or when the last event was already taken."""
-        if self._ended:
-            return None
-        try:
-            event = self._job.events.get(timeout=timeout)
-        except queue.Empty:
-            return None
-        self._ended = isinstance(event, Done | Failed)
-        return event
-
-    def result(self) -> Done:
-        """Wait for the end; raises what the request failed with."""
-        for event in self:
-            if isinstance(event, Done):
-                return event
-            if isinstance(event, Failed):
-                raise event.error
-        raise OctavoError("The events of this answer were already read.")
-
-    def __iter__(self) -> Iterator[Event]:
-        try:
-            while (event := self.next_event()) is not None:
-                yield event
-        finally:
-            self.cancel()
-
-    def __del__(self) -> None:
-        # No lock here: this may run anywhere. The worker drops the job when it meets it.
-        self._job.cancelled = True
 
 
 class Engine:
@@ -205,7 +88,7 @@ class Engine:
             if self._running is not None or len(self._queue) > 1:
                 self._tell_places()
             self._changed.notify()
-        return Generation(self, job)
+        return Generation(job, self._cancel)
 
     def settle(self, chat_id: str, seconds: float) -> None:
         """Wait until no request of a chat runs or waits, at most so long."""
@@ -289,7 +172,7 @@ class Engine:
             return self._cancelled(job)
         try:
             endless = self.runner.capacity is None
-            answer = _Answer(job, slot, room, self._detok_factory(request.sampling.stop), endless)
+            answer = Answer(job, slot, room, self._detok_factory(request.sampling.stop), endless)
             if request.evidence:
                 slot.watch()
             reason = answer.write() if answer.read(self.runner.chunk, self.cost) else "cancelled"
@@ -317,101 +200,6 @@ class Engine:
 
 class _Stopped(Exception):
     """Cancelled while something was coming back from disk."""
-
-
-class _Answer:
-    """The reading of one prompt and the writing of its answer."""
-
-    def __init__(self, job: Job, slot: Slot, room: int | None, detokenizer: Detokenizer, endless: bool) -> None:
-        self.ids: list[int] = []
-        self.parts: list[str] = []
-        self._job = job
-        self._slot = slot
-        self._room = room
-        self._endless = endless
-        self._detokenizer = detokenizer
-        self._read = self._steps = 0
-        self._read_s = self._write_s = 0.0
-
-    def read(self, chunk: int, cost: CostModel) -> bool:
-        """Prefill chunk by chunk; False when it was cancelled."""
-        prompt, slot = self._job.request.prompt_ids, self._slot
-        total, cached = len(prompt), slot.cached
-        self._job.events.put(Progress(cached, total, cached, 0.0, cost.seconds(cached, total) or 0.0))
-        done, before, seconds = cached, time.perf_counter(), 0.0
-        # Chunks end where those of a run without a cache end, so that both round alike.
-        for end in [*range(cached + chunk - cached % chunk, total, chunk), total]:
-            if self._job.cancelled:
-                return False
-            start = slot.length
-            slot.prefill(prompt[start:end])
-            # The device may still read this chunk while the host makes the next one ready. Where chunks are slow that
-            # gains nothing, and Stop would take two of them.
-            now = slot.settle(end if seconds > _SLOW_S or end == total else start)
-            if now > done:
-                seconds = time.perf_counter() - before
-                before += seconds
-                cost.observe(done, now, seconds)
-                self._read, self._read_s = now - cached, self._read_s + seconds
-                rate = (now - done) / max(seconds, 1e-9)
-                self._job.events.put(Progress(now, total, cached, rate, cost.seconds(now, total) or 0.0))
-                done = now
-        return True
-
-    def write(self) -> FinishReason:
-        """Take tokens until something ends the answer; says what did."""
-        request, detokenizer = self._job.request, self._detokenizer
-        # In an endless context an answer ends by itself, by Stop or at a limit that was asked for, and not otherwise.
-        loop = None if self._endless else LoopDetector()
-        before = time.perf_counter()
-        with closing(self._slot.answer(request.sampling, self._room)) as tokens:
-            for token in tokens:
-                if self.ids:
-                    self._steps += 1
-                    self._write_s += time.perf_counter() - before
-                before = time.perf_counter()
-                if self._job.cancelled:
-                    break
-                self.ids.append(token)
-                if token in request.stop_ids:
-                    self._send(detokenizer.flush(), token)
-                    return "stop"
-                text = detokenizer.push(token)
-                reason: FinishReason | None = None
-                if detokenizer.stopped:
-                    reason = "stop"
-                elif self._room is not None and len(self.ids) >= self._room:
-                    reason = "length"
-                elif loop is not None and loop.push(token):
-                    reason = "loop"
-                if reason is not None:
-                    self._send(text + detokenizer.flush(), token)
-                    return reason
-                self._send(text, token, even_empty=True)
-        if self.ids:
-            self._send(detokenizer.flush(), self.ids[-1])
-        return "cancelled"
-
-    def timings(self, previous: Timings) -> Timings:
-        """What was measured; figures that this answer did not measure come from `previous`."""
-        return Timings(
-            self._read_s,
-            self._read / self._read_s if self._read_s else previous.prefill_tokens_per_s,
-            self._write_s / self._steps * 1000 if self._steps else previous.decode_ms_per_token,
-        )
-
-    def add_to(self, totals: Totals, usage: Usage) -> None:
-        """Count what was read and written."""
-        totals.prompt_tokens += usage.prompt_tokens
-        totals.cached_tokens += usage.cached_tokens
-        totals.completion_tokens += usage.completion_tokens
-        totals.prefill_s += self._read_s
-        totals.decode_s += self._write_s
-
-    def _send(self, text: str, token: int, even_empty: bool = False) -> None:
-        if text or even_empty:
-            self.parts.append(text)
-            self._job.events.put(Token(text, token))
 
 
 def _discard(slot: Slot) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 
 from app.documents.document import without_halves
-from app.engine.engine import Generation, Job
+from app.engine.generation import Generation, Job
 from app.engine.stats import Totals
 from app.engine.types import Done, Failed, FinishReason, GenerationRequest, Memory, Progress, Timings, Token, Usage
 from app.errors import OctavoError

@@ -10,7 +10,7 @@ from app.chat import Chat, Selection, Turn, content_of, new_sources, selection_o
 from app.config import Settings
 from app.conversation import Message, exchanges
 from app.documents import Document
-from app.engine.engine import Generation
+from app.engine.generation import Generation
 from app.engine.types import Done, Memory, SamplingParams
 from app.errors import ContextTooLong, UsageError
 from app.evidence import quotes

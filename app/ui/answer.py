@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from app.chat import Chat, Selection, Turn
-from app.engine.engine import Generation
+from app.engine.generation import Generation
 from app.engine.types import Done, Event, Failed, Opening, Progress, Queued, SamplingParams, Token
 from app.errors import describe
 from app.service import ChatService

@@ -13,7 +13,7 @@ import pytest
 
 from app.config import Settings
 from app.documents import Document
-from app.engine.engine import Generation
+from app.engine.generation import Generation
 from app.engine.types import Done, Failed, Queued, SamplingParams, Token
 from app.errors import BadDocument, ContextTooLong, NotReady, UsageError
 from app.model import LoadProgress, OpenModel

@@ -17,7 +17,8 @@ import torch
 
 import app.engine
 from app.engine.detokenize import Detokenizer
-from app.engine.engine import Engine, Generation
+from app.engine.engine import Engine
+from app.engine.generation import Generation
 from app.engine.stats import CostModel
 from app.engine.types import Done, Failed, GenerationRequest, Progress, Queued, SamplingParams, Token, Usage
 from app.errors import ContextTooLong, OctavoError
