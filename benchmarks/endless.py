@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from app.config import EMBEDDED_MODEL, Settings
+from app.engine.graph import DecodeGraph
 from app.engine.sizing import resolve_shape
 from app.model import find_model
 from app.tokenizer import Tokenizer
@@ -35,6 +36,7 @@ from kernels.attention_prefill import ATTENTION
 from models.build import load_decoder
 from models.cache.duo import DuoCache
 from models.cache.endless import EndlessCache
+from models.cache.live_endless import LiveEndless
 from models.cache.pool import BlockPool
 from models.cache.sequence import SequenceCache
 from models.cache.shape import BLOCK, CacheShape
@@ -236,6 +238,7 @@ class _Speed:
 
     def __init__(self, side: _Sides, ids: Tensor, far: int) -> None:
         self.side = side
+        self.graph: DecodeGraph | None = None
         shape = resolve_shape(side.config, None, Settings(mode="endless"), side.device)[1]
         cache = side.endless(shape.sink, shape.recent)
         ids = ids.to(side.device)
@@ -255,6 +258,8 @@ class _Speed:
         assert near is not None
         moved = self._moved(cache)
         spread = max(allocated) - min(allocated)
+        if LiveEndless.serves(shape, side.device):
+            self.graph = DecodeGraph(side.decoder, LiveEndless(shape, cache.rope, side.device))
         # In turns: what the machine does meanwhile meets both. The first rounds warm up.
         times: dict[str, list[float]] = {"near": [], "far": []}
         chunks: dict[str, list[float]] = {"near": [], "far": []}
@@ -277,6 +282,7 @@ class _Speed:
             "allocated_bytes": allocated[-1],
             "reserved_bytes": torch.cuda.memory_reserved(),
             "generated_tokens": STEPS * (ROUNDS + 2) + SLIDES,
+            "captured_step": self.graph is not None,
             "decode_ms_near": round(at["near"], 4),
             "decode_ms_far": round(at["far"], 4),
             "decode_ms_rounds": {name: [round(value, 4) for value in values] for name, values in times.items()},
@@ -304,15 +310,23 @@ class _Speed:
         return seconds
 
     def _decode(self, cache: EndlessCache) -> float:
-        """Milliseconds a token, generating STEPS tokens greedily."""
-        decoder = self.side.decoder
+        """Milliseconds a token, generating STEPS tokens greedily; by the captured step where there is one."""
+        decoder, graph = self.side.decoder, self.graph
         token = torch.tensor([cache.length % decoder.config.vocab_size], device=self.side.device)
+        if graph is not None:
+            graph.live.take(cache)
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(STEPS):
-            token = decoder.logits(decoder.forward(token, cache)).argmax(-1)
+            if graph is not None:
+                token = graph.replay(token).argmax(-1, keepdim=True)
+            else:
+                token = decoder.logits(decoder.forward(token, cache)).argmax(-1)
             token.item()
-        return 1e3 * (time.perf_counter() - begin) / STEPS
+        seconds = time.perf_counter() - begin
+        if graph is not None:
+            graph.live.give(cache, cache.length + STEPS)
+        return 1e3 * seconds / STEPS
 
     def _moved(self, cache: EndlessCache) -> float:
         """Bytes of the cache that change in a slide beside those of the token that comes for the one that goes."""

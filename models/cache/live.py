@@ -66,6 +66,18 @@ class LiveCache:
             theirs.copy_(own)
         cache.length = length
 
+    @staticmethod
+    def serves(pool: BlockPool) -> bool:
+        """Whether a step can be captured: a packed cache, on a GPU that the fused kernels serve."""
+        if pool.device.type != "cuda" or pool.shape.bits != 4:
+            return False
+        traits = {"head_dim": pool.shape.head_dim, "group": pool.shape.group}
+        return KV4_STEP.choose(pool.device, **traits).backend.name == "fragment"
+
+    def catch_up(self, cache: DuoCache) -> None:
+        """Tells the device the blocks of the sequence that it does not know yet."""
+        self.list_blocks(cache.reserved)
+
     def list_blocks(self, ids: Sequence[int]) -> None:
         """Tells the device those of a sequence's blocks that it does not know yet; a few cost no wait for it."""
         new = ids[self._listed :]

@@ -43,7 +43,7 @@ class _Steps(DecodeGraph):
     """Without a graph: counts its steps, and spoils the logits of one."""
 
     def __init__(self, decoder: Decoder, pool: BlockPool) -> None:
-        self._decoder, self._live = decoder, LiveCache(pool, WATCHED)
+        self._decoder, self.live = decoder, LiveCache(pool, WATCHED)
         self.late = self.steps = 0
         self.spoilt = -1
 

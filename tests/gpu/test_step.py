@@ -189,7 +189,7 @@ def _read(decoder, cache, count):
 @pytest.mark.parametrize("length", [1, 100, 700])
 def test_the_graph_gives_what_the_plain_steps_give(tiny, length):
     decoder, pool = tiny
-    graph, cache = DecodeGraph(decoder, pool), DuoCache(pool)
+    graph, cache = DecodeGraph(decoder, LiveCache(pool)), DuoCache(pool)
     ids, logits = _read(decoder, cache, length)
     plain = cache.fork()
     seen = []
@@ -210,7 +210,7 @@ def test_the_graph_gives_what_the_plain_steps_give(tiny, length):
 
 def test_room_ends_the_answer_and_no_step_is_done_for_nothing(tiny):
     decoder, pool = tiny
-    graph, cache = DecodeGraph(decoder, pool), DuoCache(pool)
+    graph, cache = DecodeGraph(decoder, LiveCache(pool)), DuoCache(pool)
     ids, logits = _read(decoder, cache, 50)
     steps = []
     inner = graph.replay
