@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from kernels.attention_decode import KV4_STEP
+from kernels.attention_decode import KV4_STEP, Held
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
 from models.cache.shape import BLOCK, CacheShape
@@ -105,18 +105,10 @@ class LiveCache:
         shape = self.shape
         kept, windows = shape.retrieval_slots[layer], shape.streaming_slots[layer]
         keys, values, window_keys, window_values = self._exact
-        out = self._step(
-            q[0].unflatten(0, (-1, shape.group)),
-            k[0],
-            v[0],
-            self._clock,
-            (keys[kept], values[kept]),
-            self.pool.packed(kept, self._table),
-            (window_keys[windows], window_values[windows]),
-            self.pool.layout,
-            shape.head_dim**-0.5,
-        )
-        return out.reshape(1, -1)
+        packed = self.pool.packed(kept, self._table)
+        held = Held((keys[kept], values[kept]), packed, (window_keys[windows], window_values[windows]))
+        grouped = q[0].unflatten(0, (-1, shape.group))
+        return self._step(grouped, k[0], v[0], self._clock, held, self.pool.layout, shape.head_dim**-0.5).reshape(1, -1)
 
     def commit(self) -> None:
         """Packs the newest block if the token filled it, in all layers at once; the next token is the first to see it
