@@ -29,6 +29,7 @@ from models.build import Build, build_decoder
 from models.cache.duo import DuoCache
 from models.cache.live import LiveCache
 from models.cache.pool import BlockPool
+from models.cache.sequence import StepCache
 from models.cache.shape import BLOCK, CacheShape
 from models.config import ModelConfig
 from models.decoder import Decoder
@@ -78,19 +79,19 @@ def _free() -> None:
 def _ours(decoder: Decoder, shape: CacheShape) -> dict[str, Any]:
     pool = BlockPool(shape, WINDOW // BLOCK, decoder.device)
     whole = full_cache(pool, WINDOW)
-    graph = DecodeGraph(decoder, pool)
+    graph = DecodeGraph(decoder, LiveCache(pool))
     errors = {n: _check(decoder, graph, _cut(whole, n)) for n in (OURS[0], WINDOW - 2)}
     ms, parts = {}, {}
     for n in OURS:
         at = min(n, WINDOW - STEPS)
-        graph._live.take(_cut(whole, at))
+        graph.live.take(_cut(whole, at))
         token, sampler = torch.ones(1, dtype=torch.int64, device=decoder.device), Sampler(SamplingParams())
 
         def step(token: Tensor = token, sampler: Sampler = sampler) -> None:
             sampler.sample(graph.replay(token))
 
         ms[n] = _milliseconds(step)
-        graph._live.take(_cut(whole, at))
+        graph.live.take(_cut(whole, at))
         parts[n] = _milliseconds(partial(graph.replay, token))
     waits, behind = _waits(graph, _cut(whole, OURS[0]), ms[OURS[0]])
     return {
@@ -119,11 +120,12 @@ def _check(decoder: Decoder, graph: DecodeGraph, cache: DuoCache) -> float:
 
     The captured step must then give the logits of the same kernels launched one by one.
     """
-    token, both = torch.tensor([7], device=decoder.device), _Both(graph._live, cache)
-    graph._live.take(cache)
+    live, token = graph.live, torch.tensor([7], device=decoder.device)
+    both = _Both(live, cache)
+    live.take(cache)
     want = decoder.logits(decoder.forward(token, both))[0]
-    graph._live.take(cache)
-    graph._live.position.sub_(1)
+    live.take(cache)
+    live.position.sub_(1)
     got = graph.replay(token)
     error = float((got - want).double().norm() / want.double().norm())
     if not max(both.errors) <= 2e-3 or not error <= 1e-4:
@@ -138,7 +140,7 @@ class _Both:
 
     heads_dtype = torch.float32
 
-    def __init__(self, live: LiveCache, plain: DuoCache) -> None:
+    def __init__(self, live: StepCache, plain: DuoCache) -> None:
         self.shape = plain.shape
         self.errors: list[float] = []
         self._caches = live, plain

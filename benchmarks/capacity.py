@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from app.config import Settings
+from app.engine.graph import DecodeGraph
 from app.engine.sizing import fit, resolve_shape
 from benchmarks._report import at_least, at_most, finish
 from models.build import Build, build_decoder
 from models.cache.duo import DuoCache
+from models.cache.live import LiveCache
 from models.cache.pool import BlockPool
 from models.cache.shape import BLOCK
 from models.config import ModelConfig
@@ -79,6 +81,7 @@ def main(argv: list[str]) -> int:
     )
     decoder = build_decoder(config, random_tensors(config, device), how)
     pool = BlockPool(shape, -(-plan.context // BLOCK), device)
+    graph = DecodeGraph(decoder, LiveCache(pool))
     cache = full_cache(pool, plan.context - chunk - DECODED)
     for depth in (0.0, 0.5, 1.0):
         _check(cache, depth)
@@ -88,21 +91,24 @@ def main(argv: list[str]) -> int:
     torch.cuda.reset_peak_memory_stats()
     tokens = torch.randint(0, config.vocab_size, (chunk,))
     begin = time.perf_counter()
-    logits = decoder.logits(decoder.forward(tokens, cache)[-1:])
+    logits = decoder.logits(decoder.forward(tokens, cache)[-1:])[0]
     torch.cuda.synchronize()
     prefill = time.perf_counter() - begin
+    cache.reserve(plan.context)
+    graph.live.take(cache)
     steps = []
     for _ in range(DECODED):
         begin = time.perf_counter()
-        logits = decoder.logits(decoder.forward(logits.argmax(-1), cache))
+        logits = graph.replay(logits.argmax(-1, keepdim=True))
         torch.cuda.synchronize()
         steps.append(1e3 * (time.perf_counter() - begin))
+    graph.live.give(cache, plan.context)
     if not logits.isfinite().all():
         raise Wrong("logits at the end of the window are not finite")
     peak = torch.cuda.max_memory_reserved()
-    # The plan also counts the sequences that are kept for later turns, which this run has none of.
+    # The plan also counts the sequences that are kept for later turns; this run has one and the captured step's own.
     planned = plan.total_bytes - (plan.streaming_bytes + plan.retrieval_bytes - plan.context * plan.bytes_per_token)
-    planned += cache.streaming_bytes + shape.exact_bytes
+    planned += 2 * (cache.streaming_bytes + shape.exact_bytes)
     bars = [
         at_least("context in 79.15 GiB", cache.length, "tokens", WINDOW),
         at_most("peak memory of the process", peak / 2**30, "GiB", 79.15),

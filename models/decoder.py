@@ -12,7 +12,7 @@ from kernels.norm_rope import PLACE, rms_norm
 from models.cache.sequence import StepCache
 from models.config import ModelConfig
 from models.rope import EndlessRope, Rope
-from models.turn import gated_turn
+from models.turn import gated_turn, narrow_turn
 from models.upload import upload
 from quant import kv4
 from quant.w8a8 import Head, Linear, Rows
@@ -59,9 +59,8 @@ class Decoder:
         self.rope: Rope | EndlessRope = Rope(config.rope, config.head_dim, config.max_positions)
         self._rotation = kv4.rotation(config.head_dim).to(self.device)
         self._narrow_turn = None
-        if turn is not None and turn.is_cuda and embedding.dtype == torch.bfloat16:
-            narrow = turn.to(torch.bfloat16)
-            self._narrow_turn = narrow if torch.equal(narrow.float(), turn) else None  # a power of 4: +-1 / 2^n
+        if turn is not None and turn.is_cuda and embedding.dtype == torch.bfloat16 and narrow_turn(config.hidden_size):
+            self._narrow_turn = turn.to(torch.bfloat16)
         self._gated_turn = None if turn is None else gated_turn(config.intermediate_size).to(self.device)
         self._heads = config.num_heads + 2 * config.num_kv_heads
         self._placing = PLACE.choose(self.device).backend.run
@@ -73,8 +72,8 @@ class Decoder:
         """Bytes of all weights; what a tied head shares with the embedding counts once."""
         linear = sum(x.nbytes for layer in self.layers for x in (layer.qkv, layer.output, layer.gate_up, layer.down))
         shared = self.embedding.nbytes if self.config.tied_embeddings else 0
-        turn = 0 if self.turn is None else self.turn.nbytes
-        return linear + self.embedding.nbytes + self.head.nbytes - shared + turn
+        turns = sum(turn.nbytes for turn in (self.turn, self._narrow_turn) if turn is not None)
+        return linear + self.embedding.nbytes + self.head.nbytes - shared + turns
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: StepCache) -> Tensor:

@@ -27,6 +27,11 @@ def gated_turn(channels: int) -> Tensor:
     return kv4.rotation(math.gcd(channels, _GATED_BLOCK))
 
 
+def narrow_turn(hidden_size: int) -> bool:
+    """Whether bf16 holds the residual stream's rotation exactly: its entries are +-1 / sqrt(hidden_size)."""
+    return hidden_size.bit_count() == 1 and hidden_size.bit_length() % 2 == 1  # a power of 4
+
+
 def turn_gated(x: Tensor, channels: int, back: bool = False) -> Tensor:
     """x [..., channels] with every block of channels turned by `gated_turn`, or back."""
     turn = gated_turn(channels).to(x.device)

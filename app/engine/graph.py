@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from itertools import count
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from app.engine.sampler import Sampler, check_token
-from kernels.attention_decode import KV4_STEP
 from models.cache.duo import DuoCache
-from models.cache.live import LiveCache
-from models.cache.pool import BlockPool
+from models.cache.sequence import SequenceCache, StepCache
 from models.decoder import Decoder
+
+
+class Live(StepCache, Protocol):
+    """A cache for one sequence at a time whose length lives on the device: `LiveCache` or `LiveEndless`."""
+
+    position: Tensor
+
+    def take(self, cache: Any) -> None: ...
+    def give(self, cache: Any, length: int) -> None: ...
+    def catch_up(self, cache: Any) -> None: ...
+    def queries(self) -> dict[int, Tensor]: ...
 
 
 class DecodeGraph:
@@ -22,10 +32,10 @@ class DecodeGraph:
     Sampling follows it on the device, and the step behind a token starts before the host has seen the token.
     """
 
-    def __init__(self, decoder: Decoder, pool: BlockPool, watched: Iterable[tuple[int, int]] = ()) -> None:
+    def __init__(self, decoder: Decoder, live: Live) -> None:
         self._decoder = decoder
-        self._live = LiveCache(pool, watched)
-        self._token = torch.zeros(1, dtype=torch.int64, device=pool.device)
+        self.live = live
+        self._token = torch.zeros(1, dtype=torch.int64, device=live.position.device)
         self._forward()  # compiles, and makes what is made once
         self._graph = torch.cuda.CUDAGraph()
         # What other threads do on the device meanwhile (a chat on its way to disk) does not spoil the capture.
@@ -33,16 +43,8 @@ class DecodeGraph:
             self._logits = self._forward()
         self.late = 0  # steps that the device had to wait for
 
-    @staticmethod
-    def serves(pool: BlockPool) -> bool:
-        """Whether a step can be captured: a packed cache, on a GPU that the fused kernels serve."""
-        if pool.device.type != "cuda" or pool.shape.bits != 4:
-            return False
-        traits = {"head_dim": pool.shape.head_dim, "group": pool.shape.group}
-        return KV4_STEP.choose(pool.device, **traits).backend.name == "fragment"
-
     def _forward(self) -> Tensor:
-        return self._decoder.logits(self._decoder.forward(self._token, self._live))[0]
+        return self._decoder.logits(self._decoder.forward(self._token, self.live))[0]
 
     def replay(self, token: Tensor) -> Tensor:
         """Reads one token (int64 [1]) of the sequence that was taken; fp32 logits [vocabulary] for the next."""
@@ -52,7 +54,7 @@ class DecodeGraph:
 
     def answer(
         self,
-        cache: DuoCache,
+        cache: SequenceCache,
         ids: list[int],
         logits: Tensor,
         sampler: Sampler,
@@ -64,28 +66,29 @@ class DecodeGraph:
         Where the consumer stops, the step behind the last token is under way and is taken back. `reserve` makes room
         in the cache for a length.
         """
-        self._live.take(cache)
+        watch = cache.watch if isinstance(cache, DuoCache) else None
+        self.live.take(cache)
         try:
             shown = _Arriving(sampler.sample(logits), {})
             for number in count(1):
                 following = None
                 if number != room:
                     reserve(len(ids) + 1)
-                    self._live.list_blocks(cache.reserved)
+                    self.live.catch_up(cache)
                     self.late += number > 1 and shown.here
                     chosen = sampler.sample(self.replay(shown.token))
-                    following = _Arriving(chosen, self._live.queries() if cache.watch is not None else {})
+                    following = _Arriving(chosen, self.live.queries() if watch is not None else {})
                 token = shown.wait()
                 check_token(token, number)
                 yield token
                 if following is None:
                     return
                 ids.append(token)
-                if cache.watch is not None:
-                    cache.watch.add_chosen(following.queries)
+                if watch is not None:
+                    watch.add_chosen(following.queries)
                 shown = following
         finally:
-            self._live.give(cache, len(ids))
+            self.live.give(cache, len(ids))
 
 
 class _Arriving:

@@ -28,6 +28,8 @@ from models.build import load_decoder
 from models.cache.duo import DuoCache
 from models.cache.endless import EndlessCache
 from models.cache.kernels import kernel_report
+from models.cache.live import LiveCache
+from models.cache.live_endless import LiveEndless
 from models.cache.plan import MemoryPlan
 from models.cache.pool import BlockPool
 from models.cache.sequence import SequenceCache
@@ -111,7 +113,7 @@ class Slot:
     def answer(self, sampling: SamplingParams, room: int | None) -> Generator[int]:
         """The answer's tokens, `room` at most; a token is in the cache once the next one was asked for."""
         sampler, runner, cache = Sampler(sampling), self._runner, self._cache
-        if runner.graph is not None and isinstance(cache, DuoCache):
+        if runner.graph is not None:
             reserve = lambda length: runner.make_room(lambda: cache.reserve(length))  # noqa: E731
             yield from runner.graph.answer(cache, self._ids, self._logits, sampler, room, reserve)
             return
@@ -278,9 +280,13 @@ class Runner:
 
     def _capture(self) -> None:
         """Captures the decode step where the device can; its queries of the evidence heads are kept."""
-        if self.capacity is not None and DecodeGraph.serves(self.pool):
-            self.graph = None  # its buffers first
-            self.graph = DecodeGraph(self.decoder, self.pool, self.evidence_heads)
+        self.graph = None  # its buffers first
+        rope, shape, device = self.decoder.rope, self.pool.shape, self.pool.device
+        if isinstance(rope, EndlessRope):
+            if LiveEndless.serves(shape, device):
+                self.graph = DecodeGraph(self.decoder, LiveEndless(shape, rope, device))
+        elif LiveCache.serves(self.pool):
+            self.graph = DecodeGraph(self.decoder, LiveCache(self.pool, self.evidence_heads))
 
     def make_room(self, take: Callable[[], T]) -> T:
         """Does what takes blocks, letting go of the oldest kept prefixes where the pool is full."""

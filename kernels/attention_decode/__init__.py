@@ -1,7 +1,7 @@
 """Attention of one new token over a head's whole history: exact tokens and packed blocks together."""
 
 from kernels.attention_decode import fragment, int4pack, native, ref
-from kernels.attention_decode.ref import Clock, Packed
+from kernels.attention_decode.ref import Clock, Held, Packed
 from kernels.registry import Backend, Kernel, always
 
 KV4_DECODE = Kernel(
@@ -17,4 +17,4 @@ KV4_DECODE = Kernel(
 # A whole decode step of one layer, with the length on the device.
 KV4_STEP = Kernel("decode_step", (Backend("fragment", fragment, fragment.declines), Backend("reference", ref, always)))
 
-__all__ = ["KV4_DECODE", "KV4_STEP", "Clock", "Packed"]
+__all__ = ["KV4_DECODE", "KV4_STEP", "Clock", "Held", "Packed"]

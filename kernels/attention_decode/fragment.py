@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels import nvrtc
-from kernels.attention_decode.ref import Packed
+from kernels.attention_decode.ref import Held, Packed
 from kernels.kv4_pack import fragment as layout_of_this
 
 SOURCE = Path(__file__).with_name("fragment.cu")
@@ -118,20 +118,10 @@ def decode(
     return _launch(q.contiguous(), (exact_k, exact_v), packed, scale, lengths)
 
 
-def step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    clock: Tensor,
-    exact: tuple[Tensor, Tensor],
-    packed: Packed,
-    windows: tuple[Tensor, Tensor],
-    layout: Any,
-    scale: float,
-) -> Tensor:
+def step(q: Tensor, k: Tensor, v: Tensor, clock: Tensor, held: Held, layout: Any, scale: float) -> Tensor:
     """As `ref.step`, in two launches whose shapes do not depend on the clock; all tensors are contiguous."""
     assert layout is layout_of_this
-    return _launch(q, exact, packed, scale, clock, (k, v), windows)
+    return _launch(q, held.exact, held.packed, scale, clock, (k, v), held.windows)
 
 
 def _launch(

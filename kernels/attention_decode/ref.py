@@ -49,6 +49,17 @@ class Clock(NamedTuple):
     full_block: int
 
 
+class Held(NamedTuple):
+    """What a layer holds, heads with a history first, then those with a window.
+
+    exact: keys and values [heads with a history, n, d], beside the packed ones; windows: [other heads, n, d].
+    """
+
+    exact: tuple[Tensor, Tensor]
+    packed: Packed
+    windows: tuple[Tensor, Tensor]
+
+
 def stretches(ids: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
     """(first, last + 1) of each stretch of consecutive ids, none longer than `longest`."""
     start = 0
@@ -73,28 +84,17 @@ def decode(q: Tensor, exact_k: Tensor, exact_v: Tensor, packed: Packed, layout: 
     return weights @ torch.cat(all_values, 1)
 
 
-def step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    clock: Tensor,
-    exact: tuple[Tensor, Tensor],
-    packed: Packed,
-    windows: tuple[Tensor, Tensor],
-    layout: Any,
-    scale: float,
-) -> Tensor:
+def step(q: Tensor, k: Tensor, v: Tensor, clock: Tensor, held: Held, layout: Any, scale: float) -> Tensor:
     """One token through a layer: stores its key and value, then attends; out [heads, group, d] in fp32.
 
-    Heads with a history come first, then those with a window. q [heads, group, d], k, v [heads, d] fp32; clock: a
-    `Clock`, with the new token counted; exact: keys and values [heads with a history, n, d]; windows: [others, n, d].
+    q [heads, group, d], k, v [heads, d] fp32; clock: a `Clock`, with the new token counted.
     """
-    now = Clock(*clock.tolist())
-    kept = exact[0].shape[0]
+    now, packed = Clock(*clock.tolist()), held.packed
+    kept = held.exact[0].shape[0]
     outs = []
     for (keys, values), heads, row, tokens, blocks in (
-        (exact, slice(kept), now.exact_row, now.exact_tokens, now.packed_blocks),
-        (windows, slice(kept, None), now.window_row, now.window_tokens, 0),
+        (held.exact, slice(kept), now.exact_row, now.exact_tokens, now.packed_blocks),
+        (held.windows, slice(kept, None), now.window_row, now.window_tokens, 0),
     ):
         keys[:, row], values[:, row] = k[heads].to(keys.dtype), v[heads].to(values.dtype)
         seen = Packed(packed.keys, packed.values, packed.scales, packed.table[:blocks])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.jit import INTERPRETED, jit, missing, tl, triton
 
+_LOG2_E = 1.4426950408889634
 _TILE = 64  # slots a step
 _SLOTS = 128  # a program takes at least so many: fewer do not pay for their share of the merge
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -40,29 +41,10 @@ def step(
     partial = torch.empty(heads, splits, group, d, dtype=torch.float32, device=q.device)
     sums = torch.empty(heads, splits, group, 2, dtype=torch.float32, device=q.device)
     out = torch.empty(heads, group, d, dtype=torch.float32, device=q.device)
-    _stretch[(splits, heads)](
-        q.contiguous(),
-        near.contiguous(),
-        k,
-        v,
-        keys,
-        values,
-        clock,
-        partial,
-        sums,
-        sink,
-        slots,
-        tiles,
-        scale * 1.4426950408889634,
-        k.stride(0),
-        v.stride(0),
-        keys.stride(0),
-        GROUP=group,
-        ROWS=max(16, triton.next_power_of_2(group)),
-        D=d,
-        TILE=_TILE,
-        num_warps=4,
-    )
+    read = (q.contiguous(), near.contiguous(), k, v, keys, values, clock)
+    strides = (k.stride(0), v.stride(0), keys.stride(0))
+    sizes = {"GROUP": group, "ROWS": max(16, triton.next_power_of_2(group)), "D": d, "TILE": _TILE}
+    _stretch[(splits, heads)](*read, partial, sums, sink, tiles, scale * _LOG2_E, *strides, **sizes, num_warps=4)
     _merge[(heads * group,)](
         partial, sums, out, splits, GROUP=group, D=d, SPLITS=triton.next_power_of_2(splits), num_warps=2
     )
@@ -81,7 +63,6 @@ def _stretch(  # type: ignore[no-untyped-def]
     partial,
     sums,
     sink,
-    slots,
     tiles,
     scale,
     k_stride,

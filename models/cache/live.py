@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from kernels.attention_decode import KV4_STEP
+from kernels.attention_decode import KV4_STEP, Held
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
 from models.cache.shape import BLOCK, CacheShape
@@ -66,6 +66,18 @@ class LiveCache:
             theirs.copy_(own)
         cache.length = length
 
+    @staticmethod
+    def serves(pool: BlockPool) -> bool:
+        """Whether a step can be captured: a packed cache, on a GPU that the fused kernels serve."""
+        if pool.device.type != "cuda" or pool.shape.bits != 4:
+            return False
+        traits = {"head_dim": pool.shape.head_dim, "group": pool.shape.group}
+        return KV4_STEP.choose(pool.device, **traits).backend.name == "fragment"
+
+    def catch_up(self, cache: DuoCache) -> None:
+        """Tells the device the blocks of the sequence that it does not know yet."""
+        self.list_blocks(cache.reserved)
+
     def list_blocks(self, ids: Sequence[int]) -> None:
         """Tells the device those of a sequence's blocks that it does not know yet; a few cost no wait for it."""
         new = ids[self._listed :]
@@ -93,18 +105,10 @@ class LiveCache:
         shape = self.shape
         kept, windows = shape.retrieval_slots[layer], shape.streaming_slots[layer]
         keys, values, window_keys, window_values = self._exact
-        out = self._step(
-            q[0].unflatten(0, (-1, shape.group)),
-            k[0],
-            v[0],
-            self._clock,
-            (keys[kept], values[kept]),
-            self.pool.packed(kept, self._table),
-            (window_keys[windows], window_values[windows]),
-            self.pool.layout,
-            shape.head_dim**-0.5,
-        )
-        return out.reshape(1, -1)
+        packed = self.pool.packed(kept, self._table)
+        held = Held((keys[kept], values[kept]), packed, (window_keys[windows], window_values[windows]))
+        grouped = q[0].unflatten(0, (-1, shape.group))
+        return self._step(grouped, k[0], v[0], self._clock, held, self.pool.layout, shape.head_dim**-0.5).reshape(1, -1)
 
     def commit(self) -> None:
         """Packs the newest block if the token filled it, in all layers at once; the next token is the first to see it

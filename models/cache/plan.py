@@ -10,6 +10,7 @@ from models.cache import history
 from models.cache.retrieval import TILE
 from models.cache.shape import BLOCK, CacheShape
 from models.config import ModelConfig
+from models.turn import narrow_turn
 from quant.w8a8 import dense_dtype, int8_head
 
 # Sequences with unpacked blocks and windows of their own: kept for later, running, its fork, on their way to disk,
@@ -69,7 +70,8 @@ def weights_bytes(config: ModelConfig, weights: str, device: torch.device) -> in
     """Bytes of all weights as the decoder holds them: norms and biases in fp32, scales a channel with int8."""
     total = 0
     if weights == "w8a8":
-        total += 4 * config.hidden_size**2  # the residual stream's rotation
+        narrow = device.type == "cuda" and narrow_turn(config.hidden_size)
+        total += (6 if narrow else 4) * config.hidden_size**2  # the residual stream's rotation, in bf16 too if exact
         if int8_head(device):
             total += config.vocab_size * (config.hidden_size + 4)  # beside the unquantised one
     for name, shape in config.tensor_shapes().items():

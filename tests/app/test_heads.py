@@ -66,8 +66,9 @@ def test_costs_are_those_of_the_cache() -> None:
     real = cache.retrieval_bytes + cache.streaming_bytes
     assert half.cache_bytes == pytest.approx(real + BLOCK * shape.bytes_per_token)  # the plan counts whole contexts
     assert (half.heads, full.heads, full.attention) == (45, 90, 1.0)
-    # 45 heads see all, 45 see 640: of 4096 tokens' pasts, 640 * 641 / 2 + 3456 * 640 of 4096 * 4097 / 2
-    assert half.attention == pytest.approx(0.5 + 0.5 * (640 * 641 / 2 + 3456 * 640) / (4096 * 4097 / 2))
+    # 45 heads see all, 45 see a window w: of 4096 tokens' pasts, w (w + 1) / 2 + (4096 - w) w of 4096 * 4097 / 2
+    w = pattern.sink + pattern.recent
+    assert half.attention == pytest.approx(0.5 + 0.5 * (w * (w + 1) / 2 + (4096 - w) * w) / (4096 * 4097 / 2))
     assert "-" in half.against(full)
 
 

@@ -10,19 +10,23 @@ import torch
 from torch import Tensor
 
 from app.engine import graph as graph_module
-from app.engine.graph import DecodeGraph
+from app.engine.graph import DecodeGraph, Live
 from app.engine.sampler import Sampler
 from app.engine.types import SamplingParams
 from benchmarks.capacity import LLAMA_8B, random_tensors
 from models.build import Build, build_decoder
 from models.cache.duo import DuoCache
+from models.cache.endless import EndlessCache
 from models.cache.live import LiveCache
+from models.cache.live_endless import LiveEndless
 from models.cache.pool import BlockPool
+from models.cache.sequence import SequenceCache
 from models.cache.shape import CacheShape
 from models.config import ModelConfig
 from models.decoder import Decoder
 from models.errors import BadLogits
 from models.evidence import Watch
+from models.rope import EndlessRope
 from quant.w8a8 import DenseLinear, W8A8Linear
 
 CPU = torch.device("cpu")
@@ -42,8 +46,8 @@ class _Arrived:
 class _Steps(DecodeGraph):
     """Without a graph: counts its steps, and spoils the logits of one."""
 
-    def __init__(self, decoder: Decoder, pool: BlockPool) -> None:
-        self._decoder, self._live = decoder, LiveCache(pool, WATCHED)
+    def __init__(self, decoder: Decoder, live: Live) -> None:
+        self._decoder, self.live = decoder, live
         self.late = self.steps = 0
         self.spoilt = -1
 
@@ -68,12 +72,12 @@ def ready(model: tuple[Decoder, BlockPool], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(graph_module, "_Arriving", _Arrived)
     decoder, pool = model
     cache = DuoCache(pool)
-    yield _Steps(decoder, pool), cache
+    yield _Steps(decoder, LiveCache(pool, WATCHED)), cache
     cache.release()
     assert pool.free == pool.blocks
 
 
-def _read(steps: _Steps, cache: DuoCache, count: int) -> tuple[list[int], Tensor]:
+def _read(steps: _Steps, cache: SequenceCache, count: int) -> tuple[list[int], Tensor]:
     tokens = torch.randint(0, 200, (count,))
     return tokens.tolist(), steps._decoder.logits(steps._decoder.forward(tokens, cache)[-1:])[0]
 
@@ -102,6 +106,28 @@ def test_stopping_takes_the_step_ahead_back(ready: tuple[_Steps, DuoCache], leng
     got, want = (steps._decoder.logits(steps._decoder.forward(last, c))[0] for c in (cache, plain))
     assert (got - want).norm() <= 5e-2 * want.norm()
     plain.release()
+
+
+@pytest.mark.parametrize("length", [1, 50, 100])
+def test_an_endless_answer_goes_on_and_its_step_ahead_is_taken_back(
+    ready: tuple[_Steps, DuoCache], monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """Through filling, at its edge and while the window slides."""
+    decoder = ready[0]._decoder
+    shape = CacheShape((0,) * 3, (2,) * 3, 2, decoder.config.head_dim, 4, 56, 16, torch.float16, torch.float32)
+    monkeypatch.setattr(decoder, "rope", rope := EndlessRope(decoder.rope, 60))
+    steps, cache = _Steps(decoder, LiveEndless(shape, rope, CPU)), EndlessCache(shape, rope, CPU)
+    ids, logits = _read(steps, cache, length)
+    plain = cache.fork()
+    answer = steps.answer(cache, ids, logits, Sampler(SamplingParams()), None, cache.reserve)
+    tokens = list(islice(answer, 30))
+    answer.close()
+    assert (steps.steps, cache.length, len(ids)) == (30, length + 29, length + 29)
+    for token in tokens[:29]:
+        decoder.forward(torch.tensor([token]), plain)
+    last = torch.tensor(tokens[29:])
+    got, want = (decoder.logits(decoder.forward(last, each))[0] for each in (cache, plain))
+    assert (got - want).norm() <= 1e-3 * want.norm()
 
 
 def test_room_ends_the_answer_without_a_step_too_many(ready: tuple[_Steps, DuoCache]) -> None:

@@ -14,7 +14,7 @@ from models.cache.plan import SNAPSHOTS, workspace_bytes
 from models.checkpoint import open_checkpoint
 from models.config import ModelConfig
 from models.errors import DoesNotFit
-from tests.engine.test_runner import _greedy, _read
+from tests.engine.test_runner import _ask_twice, _greedy, _read
 
 CPU = torch.device("cpu")
 
@@ -73,16 +73,9 @@ def test_second_turn_reads_only_its_new_tokens_and_answers_as_a_fresh_run(runner
 
 
 def test_the_same_prompt_again_answers_the_same(runner, prose_ids):
-    prompt = prose_ids[1000:1650]
-    slot = runner.start(prompt, "b")
-    _read(runner, slot, prompt)
-    first = _greedy(slot, 8)
-    slot.publish("b")
-    again = runner.start(prompt, "b")
-    assert 0 < 650 - again.cached <= 128
-    _read(runner, again, prompt)
-    assert _greedy(again, 8) == first
-    again.discard()
+    cached, first, second = _ask_twice(runner, prose_ids[1000:1650])
+    assert 0 < 650 - cached <= 128
+    assert second == first
 
 
 def _shape(**changes):

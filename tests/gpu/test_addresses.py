@@ -11,7 +11,7 @@ import torch
 from benchmarks.decode import float64_attention, relative_error
 from kernels.act_quant import cuda as rows
 from kernels.act_quant import ref as rows_ref
-from kernels.attention_decode import Packed, fragment, ref
+from kernels.attention_decode import Held, Packed, fragment, ref
 from kernels.gemv import cuda as gemv
 from kernels.gemv import ref as gemv_ref
 from kernels.kv4_pack import fragment as layout
@@ -76,8 +76,8 @@ def test_a_step_with_far_blocks(history):
     clock = torch.tensor([131, history.table.numel() - 1, 130, 48, 9, -1], dtype=torch.int32, device=CUDA)
     exact, windows = torch.randn(2, 8, 256, D, device=CUDA).half(), torch.randn(2, 3, 48, D, device=CUDA).half()
     twins = [(x[0].clone(), x[1].clone()) for x in (exact, windows)]
-    out = fragment.step(q, k, v, clock, tuple(exact), history, tuple(windows), layout, D**-0.5)
-    want = ref.step(q, k, v, clock, twins[0], history, twins[1], layout, D**-0.5)
+    out = fragment.step(q, k, v, clock, Held(tuple(exact), history, tuple(windows)), layout, D**-0.5)
+    want = ref.step(q, k, v, clock, Held(twins[0], history, twins[1]), layout, D**-0.5)
     assert relative_error(out, want.double()) <= 1e-3
     assert torch.equal(exact[0], twins[0][0]) and torch.equal(windows[1], twins[1][1])
 
@@ -88,7 +88,7 @@ def test_a_step_with_far_exact_tokens_and_windows():
     packed = Packed(nothing, nothing[:, None], nothing.half(), torch.zeros(1, dtype=torch.int32, device=CUDA))
     q, k, v = torch.randn(5, 4, D, device=CUDA), *torch.randn(2, 5, D, device=CUDA)
     clock = torch.tensor([256, 0, 255, 48, 47, -1], dtype=torch.int32, device=CUDA)
-    out = fragment.step(q, k, v, clock, exact, packed, windows, layout, D**-0.5)
+    out = fragment.step(q, k, v, clock, Held(exact, packed, windows), layout, D**-0.5)
     none = Packed(*(x[:, :0] for x in (nothing, nothing[:, None], nothing)), packed.table[:0])
     for part, (keys, values) in ((slice(2), exact), (slice(2, 5), windows)):
         assert torch.equal(keys[:, -1], k[part].half()) and torch.equal(values[:, -1], v[part].half())

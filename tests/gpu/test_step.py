@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import islice
 
 import pytest
@@ -21,9 +22,11 @@ from kernels.norm_rope import ref as placing_ref
 from models.build import Build, build_decoder
 from models.cache.duo import DuoCache
 from models.cache.live import LiveCache
+from models.cache.plan import weights_bytes
 from models.cache.pool import BlockPool
 from models.cache.shape import BLOCK, CacheShape
 from models.config import ModelConfig
+from models.evidence import Watch, weigh
 from quant import kv4
 from quant.w8a8 import DenseLinear, W8A8Linear
 
@@ -160,25 +163,22 @@ def test_the_live_cache_equals_the_plain_one(poisoned, start):
         close(_step(other, *token), _step(plain, *token), 1e-3)
 
 
+SIZES = {"vocab_size": 1000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
+MASK = torch.tensor([[0, 0], [1, 0], [1, 1]]).bool().numpy()
+
+
+def _decoder(config):
+    how = Build(MASK, W8A8Linear.from_float, DenseLinear, lambda t: t.to(torch.bfloat16), True, True, CUDA)
+    return build_decoder(config, random_tensors(config, CUDA), how)
+
+
 @pytest.fixture(scope="module")
 def tiny():
     """A small model of the kind with every kind of layer: no retrieval head, one, all."""
-    config = ModelConfig.from_hf(
-        {
-            **LLAMA_8B,
-            "vocab_size": 1000,
-            "hidden_size": 512,
-            "intermediate_size": 1024,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-        }
-    )
-    mask = torch.tensor([[0, 0], [1, 0], [1, 1]]).bool().numpy()
-    shape = CacheShape.for_model(config, mask, "kv4", 16, 60, CUDA)
-    how = Build(mask, W8A8Linear.from_float, DenseLinear, lambda t: t.to(torch.bfloat16), True, True, CUDA)
-    decoder = build_decoder(config, random_tensors(config, CUDA), how)
-    return decoder, BlockPool(shape, 64, CUDA)
+    config = ModelConfig.from_hf({**LLAMA_8B, **SIZES, **HEADS})
+    shape = CacheShape.for_model(config, MASK, "kv4", 16, 60, CUDA)
+    return _decoder(config), BlockPool(shape, 64, CUDA)
 
 
 def _read(decoder, cache, count):
@@ -189,7 +189,7 @@ def _read(decoder, cache, count):
 @pytest.mark.parametrize("length", [1, 100, 700])
 def test_the_graph_gives_what_the_plain_steps_give(tiny, length):
     decoder, pool = tiny
-    graph, cache = DecodeGraph(decoder, pool), DuoCache(pool)
+    graph, cache = DecodeGraph(decoder, LiveCache(pool)), DuoCache(pool)
     ids, logits = _read(decoder, cache, length)
     plain = cache.fork()
     seen = []
@@ -208,9 +208,82 @@ def test_the_graph_gives_what_the_plain_steps_give(tiny, length):
     plain.release()
 
 
+def test_the_planned_weights_are_what_a_decoder_holds():
+    """With the second rotation, which bf16 holds at this size."""
+    config = ModelConfig.from_hf(
+        {**LLAMA_8B, **SIZES, "hidden_size": 1024, "num_key_value_heads": 2, "num_attention_heads": 8}
+    )
+    decoder = _decoder(config)
+    assert decoder._narrow_turn is not None
+    assert decoder.nbytes == pytest.approx(weights_bytes(config, "w8a8", CUDA), rel=0.002)  # norms are planned only
+
+
+WATCHED = [(1, 1), (2, 0), (2, 6)]
+
+
+@pytest.mark.parametrize("length", [2, 200])
+def test_the_captured_step_keeps_the_queries_of_watched_heads(tiny, length):
+    """The same as steps that the host drives keep; the step that is taken back leaves none."""
+    decoder, pool = tiny
+    graph, cache = DecodeGraph(decoder, LiveCache(pool, WATCHED)), DuoCache(pool)
+    ids, logits = _read(decoder, cache, length)
+    plain = cache.fork()
+    cache.watch, plain.watch = Watch(WATCHED), Watch(WATCHED)
+    answer = graph.answer(cache, ids, logits, Sampler(SamplingParams()), None, cache.reserve)
+    tokens = list(islice(answer, 60))
+    answer.close()
+    for token in tokens[:-1]:
+        decoder.forward(torch.tensor([token]), plain)
+    got, want = (list(each.watch.queries(pool.shape.group)) for each in (cache, plain))
+    assert [query[:2] for query in got] == [(1, 0), (2, 0), (2, 1)] == [query[:2] for query in want]
+    for (*_, kept), (*_, same) in zip(got, want, strict=True):
+        assert kept.shape == (1, 59, pool.shape.head_dim)
+        close(kept, same, 5e-2)
+    looked, same = (weigh(each, each.watch, length).masses for each in (cache, plain))
+    assert abs(looked - same).sum() <= 5e-2
+    cache.release()
+    plain.release()
+
+
+class _Interrupted(DecodeGraph):
+    """While the step is captured, another thread takes pinned memory and device memory and waits for its own copy."""
+
+    def _forward(self):
+        if torch.cuda.is_current_stream_capturing():
+            thread = threading.Thread(target=self._copy_out)
+            thread.start()
+            thread.join()
+        return super()._forward()
+
+    def _copy_out(self):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            source = torch.full((1 << 22,), 7, device=CUDA)
+            host = torch.empty(1 << 22, dtype=source.dtype, pin_memory=True)
+            host.copy_(source, non_blocking=True)
+        stream.synchronize()
+        self.copied = host
+
+
+def test_what_another_thread_does_on_the_device_does_not_spoil_the_capture(tiny):
+    """A chat may be on its way to disk when evidence heads are found and the step is captured anew."""
+    decoder, pool = tiny
+    graph, cache = _Interrupted(decoder, LiveCache(pool)), DuoCache(pool)
+    assert (graph.copied == 7).all()
+    _read(decoder, cache, 100)
+    twin = cache.fork()
+    graph.live.take(twin)
+    twin.reserve(101)
+    graph.live.catch_up(twin)
+    want = decoder.logits(decoder.forward(torch.tensor([5]), cache))[0]
+    close(graph.replay(torch.tensor([5], device=CUDA)), want, 3e-2)
+    cache.release()
+    twin.release()
+
+
 def test_room_ends_the_answer_and_no_step_is_done_for_nothing(tiny):
     decoder, pool = tiny
-    graph, cache = DecodeGraph(decoder, pool), DuoCache(pool)
+    graph, cache = DecodeGraph(decoder, LiveCache(pool)), DuoCache(pool)
     ids, logits = _read(decoder, cache, 50)
     steps = []
     inner = graph.replay

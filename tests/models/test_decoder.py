@@ -14,6 +14,8 @@ from models.cache.pool import BlockPool
 from models.cache.shape import BLOCK, CacheShape
 from models.checkpoint import open_checkpoint
 from models.heads import HeadPattern
+from models.turn import narrow_turn
+from quant import kv4
 from quant.w8a8 import DenseLinear
 
 CPU = torch.device("cpu")
@@ -158,3 +160,10 @@ def test_a_pattern_of_the_wrong_shape_is_refused_with_both_shapes():
     config = open_checkpoint(embedded_model_path()).config
     with pytest.raises(Exception, match=r"32.*8.*30.*3"):
         HeadPattern(np.zeros((32, 8)), 128, 256, "test").check(config)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 12, 16, 32, 48, 64, 128, 256, 512, 576, 1024])
+def test_a_rotation_is_narrow_where_bf16_holds_it_exactly(size):
+    """The plan counts it by its size alone, so the rule must be what rounding says."""
+    turn = kv4.rotation(size)
+    assert narrow_turn(size) == torch.equal(turn.bfloat16().float(), turn)
