@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path, PurePath
 from typing import Any
 
+from app.documents import packed
 from app.documents.document import Document, File, Limits, Page
 from app.documents.read import display_name, read_document
 from app.errors import BadDocument, DocumentTooLarge
@@ -25,6 +26,7 @@ _GRACE_S = 5.0  # the process watches its own clock between pages; this is for o
 _MEMORY = 8 << 30  # address space: a text of all characters allowed, several times over
 _READERS = threading.BoundedSemaphore(4)  # at once; more would only share processors and memory
 _ERRORS = {"BadDocument": BadDocument, "DocumentTooLarge": DocumentTooLarge}
+_LARGE = 16 << 20  # bytes
 _SUFFIXES = frozenset((".html", ".htm", ".xhtml", ".ipynb"))
 
 
@@ -40,9 +42,13 @@ def _needs_care(path: Path, name: str) -> bool:
     try:
         with path.open("rb") as file:
             head = file.read(1024)
+            size = os.fstat(file.fileno()).st_size
     except OSError:
         return False  # read_document says what is wrong
-    return head.startswith(b"PK") or b"%PDF-" in head
+    if size > _LARGE:  # decoded it takes several times its size, and this process would keep some of that
+        return True
+    known = head.startswith((b"PK", b"{\\rtf")) or b"%PDF-" in head
+    return known or packed.is_packed(head) or packed.is_tar(head)
 
 
 def _read_apart(path: Path, name: str, limits: Limits) -> Document:

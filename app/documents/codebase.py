@@ -1,16 +1,18 @@
-"""Folders and zip archives as one document: a tree of what is in them, then every text under its path."""
+"""Folders and archives as one document: a tree of what is in them, then every text under its path."""
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 
 from app.documents.document import Extract, Limits, clean, count
 from app.errors import BadDocument, DocumentTooLarge
@@ -54,7 +56,7 @@ def read_archive(archive: zipfile.ZipFile, name: str, limits: Limits, read_file:
         if not member.is_dir() and not stat.S_ISLNK(member.external_attr >> 16):
             path = member.filename.replace("\\", "/")
             entries.append(Entry(path, member.file_size, partial(_unpack, archive, member, name)))
-    return _read(entries, name, limits, read_file)
+    return read_entries(entries, name, limits, read_file)
 
 
 def read_folder(folder: Path, name: str, limits: Limits, read_file: ReadFile) -> Extract:
@@ -69,7 +71,7 @@ def read_folder(folder: Path, name: str, limits: Limits, read_file: ReadFile) ->
         if total > limits.max_unpacked_bytes:
             raise DocumentTooLarge(f"{name} holds more than {limits.max_unpacked_bytes >> 20:,} MiB. Add a part of it.")
         entries.append(Entry(shown, size, path.read_bytes))
-    return _read(entries, name, limits, read_file)
+    return read_entries(entries, name, limits, read_file)
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -85,17 +87,35 @@ def _walk(folder: Path) -> Iterator[Path]:
                 yield path
 
 
-def _read(entries: list[Entry], name: str, limits: Limits, read_file: ReadFile) -> Extract:
+def check_inside(path: str, name: str) -> None:
+    """Raise BadDocument for a path of an archive that leads outside it; slashes as on Unix."""
+    if ".." in PurePosixPath(path).parts or path.startswith("/") or re.match("[A-Za-z]:", path):
+        raise BadDocument(f"{name} holds the path {path!r}, which leads outside it; it is refused.")
+
+
+def is_read(path: str, size: int) -> bool:
+    """Whether a file inside is looked into at all."""
+    return _passed_over(path, size) is None
+
+
+def read_entries(
+    entries: list[Entry],
+    name: str,
+    limits: Limits,
+    read_file: ReadFile,
+    left_out: Mapping[str, int] = MappingProxyType({}),
+) -> Extract:
+    """One document of many files; `left_out` counts what is no entry, by why."""
     if len(entries) > MAX_ENTRIES:
         raise DocumentTooLarge(f"{name} holds {len(entries):,} files; {MAX_ENTRIES:,} are the most. Add a part of it.")
-    skipped: Counter[str] = Counter()
+    skipped = Counter({why: number for why, number in left_out.items() if number})
     read: list[tuple[str, Extract]] = []
     notes: list[str] = []
     chars = 0
     for entry in sorted(entries, key=lambda entry: PurePosixPath(entry.path).parts):
         limits.check_time(name)
         path = _printable(entry.path)
-        why = _tools(entry.path) or ("larger than 16 MiB" if entry.size > MAX_FILE_BYTES else None)
+        why = _passed_over(entry.path, entry.size)
         try:
             data = b"" if why else entry.load()
             extract = None if why or not data.strip() else read_file(data, path)
@@ -149,6 +169,10 @@ def _tree(paths: list[str]) -> Iterator[str]:
             yield "  " * depth + folders[depth] + "/"
         open_folders = tuple(folders)
         yield "  " * len(folders) + file
+
+
+def _passed_over(path: str, size: int) -> str | None:
+    return _tools(path) or ("larger than 16 MiB" if size > MAX_FILE_BYTES else None)
 
 
 def _tools(path: str) -> str | None:

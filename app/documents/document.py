@@ -11,7 +11,7 @@ from typing import Literal
 
 from app.errors import DocumentTooLarge, UsageError
 
-Kind = Literal["text", "pdf", "docx", "html", "epub", "notebook", "code"]
+Kind = Literal["text", "pdf", "docx", "html", "epub", "notebook", "code", "odt", "rtf"]
 
 # C0 and C1 controls but tab and newline, DEL, the byte-order mark and U+FFFE/U+FFFF, which are no characters.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ufeff\ufffe\uffff]")
@@ -40,6 +40,12 @@ class Limits:
             raise DocumentTooLarge(
                 f"{name} holds more than {self.max_chars:,} characters, the limit for one document. Split the file."
             )
+
+    def check_unpacked(self, name: str, size: int) -> None:
+        """Raise DocumentTooLarge when more than `max_unpacked_bytes` come out of an archive."""
+        if size > self.max_unpacked_bytes:
+            most = self.max_unpacked_bytes / (1 << 20)
+            raise DocumentTooLarge(f"{name} unpacks to more than {most:,.1f} MiB, the limit. Add a part of it.")
 
     def check_time(self, name: str) -> None:
         """Raise DocumentTooLarge when reading takes longer than `max_seconds`."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import re
 import zipfile
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path, PurePath
 
-from app.documents import codebase, docx, epub, html, notebook, pdf, text
+from app.documents import codebase, docx, epub, html, notebook, odt, packed, pdf, rtf, text
 from app.documents.document import Document, Extract, File, Limits, clean, count, lay_out
 from app.errors import BadDocument, DocumentTooLarge
 
@@ -20,7 +21,6 @@ _OFFICE = (".docx", ".xlsx", ".pptx", ".odt", ".ods", ".odp")
 # Openings of common files that hold no text of their own: (offset, magic, what it is, what to do).
 _MAGIC: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an old or password-protected Office file", _TRY),
-    (0, b"{\\rtf", "an RTF document", _TRY),
     (0, b"%!PS", "a PostScript file", _TRY),
     (0, b"\x89PNG\r\n\x1a\n", "a PNG picture", "Run text recognition (OCR) on it first."),
     (0, b"\xff\xd8\xff", "a JPEG picture", "Run text recognition (OCR) on it first."),
@@ -28,13 +28,28 @@ _MAGIC: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"II*\x00", "a TIFF picture", "Run text recognition (OCR) on it first."),
     (0, b"MM\x00*", "a TIFF picture", "Run text recognition (OCR) on it first."),
     (8, b"WEBP", "a WebP picture", "Run text recognition (OCR) on it first."),
-    (0, b"\x1f\x8b", "a gzip archive", _ARCHIVE),
-    (0, b"BZh", "a bzip2 archive", _ARCHIVE),
-    (0, b"\xfd7zXZ\x00", "an xz archive", _ARCHIVE),
     (0, b"\x28\xb5\x2f\xfd", "a Zstandard archive", _ARCHIVE),
     (0, b"7z\xbc\xaf\x27\x1c", "a 7-Zip archive", _ARCHIVE),
     (0, b"Rar!\x1a\x07", "a RAR archive", _ARCHIVE),
-    (257, b"ustar", "a tar archive", _ARCHIVE),
+    (0, b"LZIP", "an lzip archive", _ARCHIVE),
+    (0, b"\x1f\x9d", "a compress archive", _ARCHIVE),
+    (0, b"\x04\x22\x4d\x18", "an LZ4 archive", _ARCHIVE),
+    (0, b"MSCF", "a cabinet archive", _ARCHIVE),
+    (0, b"ITSF", "a compiled HTML help file (CHM)", "Export it as HTML or PDF."),
+    (0, b"AT&TFORM", "a DjVu document", "Export its text, or convert it to a PDF with text."),
+    (60, b"BOOKMOBI", "a Kindle book", "Convert it to EPUB or PDF."),
+    (0, b"BM", "a BMP picture", "Run text recognition (OCR) on it first."),
+    (0, b"8BPS", "a Photoshop picture", "Run text recognition (OCR) on it first."),
+    (0, b"PAR1", "a Parquet table", "Export what you need as CSV."),
+    (0, b"\x89HDF\r\n\x1a\n", "an HDF5 data set", "Export what you need as CSV."),
+    (0, b"\x93NUMPY", "a NumPy array", "Export what you need as CSV."),
+    (0, b"\x80\x04\x95", "a Python pickle, which is never opened", "Export what you need as JSON or CSV."),
+    (0, b"\x00asm", "a WebAssembly program", "Upload a text."),
+    (0, b"\xca\xfe\xba\xbe", "a Java or macOS program", "Upload a text."),
+    (0, b"fLaC", "an audio file", "Upload a transcript."),
+    (8, b"WAVE", "an audio file", "Upload a transcript."),
+    (8, b"AVI ", "a video", "Upload a transcript."),
+    (0, b"\x1aE\xdf\xa3", "a video", "Upload a transcript."),
     (0, b"\x7fELF", "a program", "Upload a text."),
     (0, b"MZ", "a Windows program", "Upload a text."),
     (0, b"SQLite format 3\x00", "an SQLite database", "Export what you need as CSV."),
@@ -73,13 +88,14 @@ def _load(path: Path, name: str, limits: Limits) -> bytes:
         raise BadDocument(f"{path} is no regular file. Name a file or a folder.")
     try:
         with path.open("rb") as file:
-            data = file.read(limits.max_bytes + 1)
+            size = os.fstat(file.fileno()).st_size  # no room is asked for that the file does not need
+            data = file.read(min(size, limits.max_bytes) + 1)
     except OSError as error:
         raise BadDocument(f"{path} cannot be opened: {error.strerror or error}.") from error
     if len(data) > limits.max_bytes:
-        size = path.stat().st_size / (1 << 20)
         raise DocumentTooLarge(
-            f"{name} has {size:,.1f} MiB; the limit is {limits.max_bytes / (1 << 20):,.1f} MiB. Split the file."
+            f"{name} has {size / (1 << 20):,.1f} MiB; the limit is {limits.max_bytes / (1 << 20):,.1f} MiB."
+            " Split the file."
         )
     if not data.strip(b"\x00 \t\r\n\f"):
         raise BadDocument(f"{name} is empty.")
@@ -90,7 +106,9 @@ def _inside(limits: Limits) -> codebase.ReadFile:
     """Reads files inside a folder or archive; archives in archives are not opened."""
 
     def read(data: bytes, name: str) -> Extract:
-        if data.startswith(_ZIP) and PurePath(name).suffix.lower() not in (".docx", ".epub"):
+        documents = (".docx", ".epub", ".odt")
+        zipped = data.startswith(_ZIP) and PurePath(name).suffix.lower() not in documents
+        if zipped or packed.is_packed(data) or packed.is_tar(data):
             raise BadDocument(f"{name} is an archive inside another.")
         return _extract(data, name, limits)
 
@@ -104,10 +122,17 @@ def _extract(data: bytes, name: str, limits: Limits) -> Extract:
         return pdf.read(data, name, limits)
     if data.startswith(_ZIP):
         return _read_zip(data, name, limits)
+    if packed.is_tar(data):
+        return packed.read_tar(data, name, limits, _inside(limits))
+    if packed.is_packed(data):
+        return packed.read_packed(data, name, limits, _inside(limits))
+    if data.startswith(b"{\\rtf"):
+        return rtf.read(data, name, limits)
     for offset, magic, what, advice in _MAGIC:
-        if data.startswith(magic, offset):
+        # Two letters may open a text as well: "BM" and "MZ" count only where a binary goes on behind them.
+        if data.startswith(magic, offset) and (len(magic) > 2 or 0 in data[:64]):
             raise BadDocument(f"{name} is {what}, which is not read. {advice}")
-    if suffix in (".pdf", ".docx", ".epub", ".zip"):
+    if suffix in (".pdf", ".docx", ".epub", ".zip", ".odt", ".rtf", ".tar", ".tgz", ".gz", ".bz2", ".xz"):
         what = "an HTML page" if html.looks_like_html(data) else "no " + suffix[1:].upper() + " file"
         raise BadDocument(
             f"{name} is {what}, although its name ends in {suffix}."
@@ -138,12 +163,25 @@ def _read_zip(data: bytes, name: str, limits: Limits) -> Extract:
         if "META-INF/container.xml" in names or PurePath(name).suffix.lower() == ".epub":
             return epub.read(archive, name, limits)
         if {"mimetype", "content.xml"} <= names:
-            raise BadDocument(f"{name} is an OpenDocument file, which is not read. {_TRY}")
+            return _read_open_document(archive, name, limits)
         if (suffix := PurePath(name).suffix.lower()) in _OFFICE:
             raise BadDocument(
                 f"{name} is a ZIP archive, although its name ends in {suffix}. Open it and save it again."
             )
         return codebase.read_archive(archive, name, limits, _inside(limits))
+
+
+_ODF = b"application/vnd.oasis.opendocument."
+
+
+def _read_open_document(archive: zipfile.ZipFile, name: str, limits: Limits) -> Extract:
+    with archive.open("mimetype") as file:
+        kind = file.read(100)
+    if kind.startswith(_ODF + b"text"):
+        return odt.read(archive, name, limits)
+    if kind.startswith(_ODF + b"spreadsheet"):
+        raise BadDocument(f"{name} is an OpenDocument spreadsheet, which is not read. Export its sheets as CSV.")
+    raise BadDocument(f"{name} is an OpenDocument presentation or drawing, which is not read. Export it as PDF.")
 
 
 def _check_members(archive: zipfile.ZipFile, name: str, limits: Limits) -> None:
@@ -160,9 +198,7 @@ def _check_members(archive: zipfile.ZipFile, name: str, limits: Limits) -> None:
             f" the limit is {limits.max_unpacked_bytes / (1 << 20):,.1f} MiB. Split the file."
         )
     for member in members:
-        path = member.filename.replace("\\", "/")
-        if ".." in PurePosixPath(path).parts or path.startswith("/") or re.match("[A-Za-z]:", path):
-            raise BadDocument(f"{name} holds the path {member.filename!r}, which leads outside it; it is refused.")
+        codebase.check_inside(member.filename.replace("\\", "/"), name)
 
 
 def _document(extract: Extract, name: str, data: bytes, limits: Limits) -> Document:

@@ -93,10 +93,13 @@ def test_special_token_text_stays(tmp_path: Path) -> None:
         (b"\xef\xbb\xbf\n", "holds no text"),
         (bytes(range(256)) * 40, "binary"),
         (b"\x89PNG\r\n\x1a\n" + b"\0" * 20, "PNG picture"),
-        (b"\x1f\x8b\x08" + b"\0" * 20, "gzip archive"),
+        (b"\x1f\x8b\x08" + b"\0" * 20, "damaged gzip file"),
+        (b"\x28\xb5\x2f\xfd" + b"\0" * 20, "Zstandard archive"),
+        (b"\0" * 60 + b"BOOKMOBI" + b"\0" * 20, "Kindle book.*EPUB"),
+        (b"\x80\x04\x95" + b"\0" * 20, "Python pickle, which is never opened"),
+        (b"PAR1" + b"\0" * 20, "Parquet table.*CSV"),
         (b"\x7fELF" + b"\0" * 20, "a program"),
         (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + b"\0" * 20, "old or password-protected Office"),
-        (b"{\\rtf1 hello}", "RTF"),
     ],
 )
 def test_what_is_no_text_is_refused_by_name(tmp_path: Path, data: bytes, words: str) -> None:
