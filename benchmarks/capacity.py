@@ -138,15 +138,15 @@ def full_cache(pool: BlockPool, length: int) -> DuoCache:
     """A cache of `length` tokens whose every byte is random and whose every scale is of a usual size."""
     cache = DuoCache(pool)
     cache.reserve(length)
-    for codes in (pool._keys, pool._values):
+    (store,) = pool.stores
+    for codes in (store._keys, store._values):
         for head in codes:
             head.random_(0, 256)
-    for head in pool._scales:
+    for head in store._scales:
         head.normal_(0, 0.02)
         head[..., 0::2].abs_().add_(0.1)
-    for part in (cache._retrieval, cache._streaming):
-        part.keys.normal_()
-        part.values.normal_()
+    for exact in cache.exact():
+        exact.normal_()
     cache.length = length
     return cache
 
@@ -157,12 +157,12 @@ def _check(cache: DuoCache, depth: float) -> None:
     slots, shape = cache.shape.retrieval_slots[layer], cache.shape
     whole = cache.length // BLOCK - 1
     block = min(int(depth * whole), whole - 1)
-    ((keys, values),) = cache.pool.read(slots, cache._ids[block : block + 1], BLOCK)
+    ((keys, values),) = cache.pool.stores[0].read(slots, cache._ids[block : block + 1], BLOCK)
     at = int(keys[0, :, 0].float().argmax())
     key, value = keys[:, at].float(), values[:, at].float()
     q = (40 * key / key.norm(dim=-1, keepdim=True) * shape.head_dim**0.5).repeat_interleave(shape.group, 0)
     nothing = torch.zeros(1, key.shape[0], shape.head_dim, device=q.device)
-    out = cache._retrieval.copy().attend(layer, q[None], nothing, nothing, cache.length, cache._ids)
+    out = cache._retrieval[0].copy().attend(layer, q[None], nothing, nothing, cache.length, cache._ids)
     found = out.view(-1, shape.group, shape.head_dim)
     error = (found - value[:, None]).norm() / value.norm()
     print(f"depth {depth:.0%}: token {BLOCK * (block + 1) + at:,} came back, relative error {error:.4f}")

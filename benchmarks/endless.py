@@ -71,16 +71,17 @@ def main(argv: list[str]) -> int:
     digest = hashlib.sha256(ids.numpy().astype("<i4").tobytes()).hexdigest()
     bars: list[Bar] = []
     details: dict[str, Any] = {"tokens": len(ids), "sha256_of_ids": digest, "kept": KEPT, "sink": SINK}
+    if args.samples:
+        rows = _perplexities(side, ids, args.dense, args.samples)
+        details |= {"stretches": rows, "window_only": _windows_only(side, ids)}
+        bars += _text_bars(rows)
+        finish("endless", argv, bars, details, args.json, torch.get_num_threads())
     if args.far:
         defaults = resolve_shape(side.config, None, Settings(mode="endless"), device)[1]
         speed = Speed(side.decoder, side.endless(defaults.sink, defaults.recent), ids, args.far)
         details["speed"] = speed.details
         bars += speed.bars
-    if args.samples:
-        rows = _perplexities(side, ids, args.dense, args.samples)
-        details |= {"stretches": rows, "window_only": _windows_only(side, ids)}
-        bars += _text_bars(rows)
-    finish("endless", argv, bars, details, args.json, torch.get_num_threads())
+        finish("endless", argv, bars, details, args.json, torch.get_num_threads())
     return 0 if all(bar.holds for bar in bars) else 1
 
 

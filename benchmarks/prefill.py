@@ -114,7 +114,7 @@ def _shape(retrieval: tuple[int, ...], streaming: tuple[int, ...], bits: int = 4
 
 def attention() -> dict[str, Any]:
     """A chunk's attention to a million packed tokens, and the same kernel on contiguous bf16, in turns."""
-    pool = BlockPool(_shape((KV_HEADS,), (0,)), 1, DEVICE)
+    (pool,) = BlockPool(_shape((KV_HEADS,), (0,)), 1, DEVICE).stores
     pool.blocks = MILLION // BLOCK
     packed = random_history(KV_HEADS, pool.blocks, D, pool.layout)
     pool._keys, pool._values, pool._scales = packed.keys, packed.values, packed.scales

@@ -27,8 +27,8 @@ from app.model import choose_pattern, find_model
 from app.tokenizer import Tokenizer
 from benchmarks._report import Bar, at_most, finish
 from kernels.kv4_pack import KV4_LAYOUT
-from models.cache.pool import BlockPool
 from models.cache.shape import BLOCK, CacheShape
+from models.cache.store import HeadStore
 from models.checkpoint import Checkpoint, open_checkpoint
 from models.quantize import quantize_checkpoint
 from quant import formats, kv4
@@ -72,8 +72,8 @@ def differing_codes(device: torch.device) -> int:
         generator = torch.Generator().manual_seed(d)
         size = (torch.rand(2, 32 * BLOCK, 1, generator=generator) * 6).exp() * 0.01
         x = (torch.randn(2, 2, 32 * BLOCK, d, generator=generator) * size).half()
-        pool = BlockPool(shape, 32, device)
-        ids = pool.allocate(32)
+        ids = list(range(32))
+        pool = HeadStore(shape, len(ids), device)
         pool.write(slice(0, 2), ids, x[0].to(device), x[1].to(device))
         layout = KV4_LAYOUT.choose(device, head_dim=d, group=4).backend.run
         table = torch.tensor(ids, dtype=torch.int32, device=device)

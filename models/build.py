@@ -31,7 +31,8 @@ Parts = dict[str, Weight]
 class Build:
     """How to convert a checkpoint.
 
-    mask: bool [layers, kv_heads], True for a retrieval head. `make_linear` turns a weight [out, in] and bias into a
+    mask: bool [layers, kv_heads], True for a retrieval head; wide: those of them that keep 8 bits of a 4-bit cache, or
+    None for none. `make_linear` turns a weight [out, in] and bias into a
     layer, `make_head` the output head; `place` puts unquantised tensors in their dtype and device. `rotate_values`
     folds the rotation of the heads' values into their projections; `rotate_residual` turns the whole residual stream,
     which takes the outliers out of what W8A8 layers read (QuaRot, Ashkboos et al., 2024). `turned`: the checkpoint has
@@ -46,6 +47,7 @@ class Build:
     rotate_residual: bool
     device: torch.device
     turned: bool = False
+    wide: np.ndarray | None = None
 
 
 def build_decoder(
@@ -100,6 +102,7 @@ def load_decoder(
     shape: CacheShape,
     device: torch.device,
     progress: Callable[[float], None] = lambda done: None,
+    wide: np.ndarray | None = None,
 ) -> Decoder:
     """The decoder of a checkpoint with "w8a8", "bf16", "llm.int8" or (for comparisons) "fp32" weights on `device`.
 
@@ -128,6 +131,7 @@ def load_decoder(
         rotate_residual=form is None and weights == "w8a8",
         device=device,
         turned=form is not None and form.turned,
+        wide=wide,
     )
     return build_decoder(checkpoint.config, checkpoint.tensors(), how, progress)
 
@@ -140,15 +144,20 @@ def _layer(config: ModelConfig, how: Build, index: int, parts: Parts) -> Layer:
         if how.rotate_residual:
             turn_residual(config, plain)
         parts = {**plain}
-    return make_layer(config, parts, how.mask[index], how.make_linear)
+    return make_layer(config, parts, how.mask[index], how.make_linear, None if how.wide is None else how.wide[index])
 
 
 def make_layer(
-    config: ModelConfig, parts: Parts, mask: np.ndarray, make_linear: Callable[[Weight, Tensor | None], Linear]
+    config: ModelConfig,
+    parts: Parts,
+    mask: np.ndarray,
+    make_linear: Callable[[Weight, Tensor | None], Linear],
+    wide: np.ndarray | None = None,
 ) -> Layer:
-    """A layer of its tensors by their names behind "model.layers.N."; mask [kv_heads], True for a retrieval head."""
+    """A layer of its tensors by their names behind "model.layers.N."; mask and wide [kv_heads] as in `Build`."""
     d, group = config.head_dim, config.num_heads // config.num_kv_heads
-    order = torch.from_numpy(np.argsort(~mask, kind="stable"))  # retrieval heads first
+    # Retrieval heads first, and of them those with 8 bits.
+    order = torch.from_numpy(np.argsort(~mask if wide is None else 2 - mask.astype(int) - wide, kind="stable"))
     pairs = torch.arange(d).view(2, d // 2).T.flatten()  # channels i and i + d / 2 become neighbours
     kv_rows = torch.arange(config.num_kv_heads * d).view(-1, 1, d)[order]
     q_rows = torch.arange(config.num_heads * d).view(-1, group, d)[order]

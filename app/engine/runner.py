@@ -372,7 +372,7 @@ def _snapshots(checkpoint: Checkpoint, mask: np.ndarray, settings: Settings, poo
             settings.weights,
             mask.tobytes(),
             pool.shape,
-            pool.layout.__name__,
+            [store.layout.__name__ for store in pool.stores],
             pool.device.type,
         )
         return SnapshotStore(folder, hashlib.sha256(repr(traits).encode()).hexdigest()[:32], int(quota * 1e9))

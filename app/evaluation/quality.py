@@ -198,7 +198,7 @@ class _HeadErrors:
             for turn in (False, True):
                 y = x @ self._turn if turn else x
                 codes, scales = kv4.quantize(y, 4)
-                error = kv4.dequantize(codes, scales[..., :1], scales[..., 1:], 4, torch.float32) - y
+                error = kv4.dequantize(codes, scales[..., :1], scales[..., 1:], torch.float32) - y
                 errors[name, turn] = error
                 row.append(error.square().sum((1, 2)))
         some = q[:, :: max(1, q.shape[1] // 64)].unflatten(0, (-1, self._group)).flatten(1, 2)

@@ -16,12 +16,12 @@ from kernels.kv4_pack import native as pack
 SOURCE = Path(__file__).with_name("blocks.c")
 
 
-def declines(device: torch.device, head_dim: int, bits: int, dtype: torch.dtype) -> str | None:
-    """Serves 4-bit caches in the layout int4pack on x86 processors with AMX, where attention runs in bf16."""
+def declines(device: torch.device, head_dim: int, packed: bool, dtype: torch.dtype) -> str | None:
+    """Serves packed caches in the layout int4pack on x86 processors with AMX, where attention runs in bf16."""
     if dtype != torch.bfloat16:
         return f"computes in bfloat16, not {str(dtype).removeprefix('torch.')}"
-    if bits != 4:
-        return f"for a cache of 4 bits, not {bits}"
+    if not packed:
+        return "for a packed cache"
     return native.declines(SOURCE, device, matrix_units=True) or pack.declines(device, head_dim)
 
 

@@ -92,8 +92,8 @@ def unpack_values(packed: Tensor, head_dim: int) -> Tensor:
 
 
 @cache
-def _kernel(device: torch.device, head_dim: int) -> nvrtc.Kernel:
-    return nvrtc.Program(SOURCE, {"HEAD_DIM": head_dim}, device).kernel("kv4_pack", PACK_THREADS)
+def _kernel(device: torch.device, head_dim: int, wide: bool) -> nvrtc.Kernel:
+    return nvrtc.Program(SOURCE, {"HEAD_DIM": head_dim, "WIDE": int(wide)}, device).kernel("kv4_pack", PACK_THREADS)
 
 
 def pack_full(
@@ -102,13 +102,15 @@ def pack_full(
     table: Tensor,
     full: Tensor,
     share: float,
+    wide: bool = False,
 ) -> None:
     """Packs the newest block of every head, where the device finds that it is full; the host need not know.
 
     exact: keys and values fp16 [heads, 2 blocks, d]; packed: keys, values and scales of all blocks; full: int32, place
-    in `table` of the block, below 0 for none; share: of a token's range, for a step (`quant.kv4`).
+    in `table` of the block, below 0 for none; share: of a token's range, for a step (`quant.kv4`). wide: the upper half
+    of the channels is packed, in 8 bits, as two halves.
     """
     heads, _, d = exact[0].shape
     blocks = packed[0].shape[1]
     pointers = (x.data_ptr() for x in (*exact, *packed, table, full))
-    _kernel(exact[0].device, d).launch(heads, 2, _Params(*pointers, blocks, share), early=True)
+    _kernel(exact[0].device, d, wide).launch(heads, 2, _Params(*pointers, blocks, share), early=True)

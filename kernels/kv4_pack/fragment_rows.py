@@ -21,11 +21,13 @@ def declines(device: torch.device, head_dim: int) -> str | None:
     return missing(device) if head_dim in HEAD_DIMS else f"head size {head_dim} is not one of {HEAD_DIMS}"
 
 
-def store(packed: Packed, keys: Tensor, values: Tensor, share: float, past_k: Tensor, past_v: Tensor) -> None:
+def store(
+    packed: Packed, keys: Tensor, values: Tensor, share: float, past_k: Tensor, past_v: Tensor, wide: bool = False
+) -> None:
     """Quantises keys, values [heads, blocks * BLOCK, d] into the blocks in `packed.table`.
 
     share: a step's share of a vector's range (quant.kv4.step_share). past_k, past_v [heads, >= blocks * BLOCK,
-    d] get what later reads will see.
+    d] get what later reads will see. wide: the upper half of the channels is stored, in 8 bits, as two halves.
     """
     heads, tokens, d = keys.shape
     assert all(t.stride(2) == 1 for t in (keys, values, past_k, past_v))
@@ -42,16 +44,10 @@ def store(packed: Packed, keys: Tensor, values: Tensor, share: float, past_k: Te
         past_k,
         past_v,
         tokens,
-        keys.stride(0),
-        keys.stride(1),
-        values.stride(0),
-        values.stride(1),
-        past_k.stride(0),
-        past_k.stride(1),
-        past_v.stride(0),
-        past_v.stride(1),
+        *_strides(keys, values, past_k, past_v),
         share,
         D=d,
+        WIDE=wide,
         num_warps=4,
         enable_fp_fusion=False,  # halves between two codes are common, and a fused product rounds them otherwise
     )
@@ -67,13 +63,15 @@ def restore(packed: Packed, keys: Tensor, values: Tensor) -> None:
         *_addresses(packed),
         keys,
         values,
-        keys.stride(0),
-        keys.stride(1),
-        values.stride(0),
-        values.stride(1),
+        *_strides(keys, values),
         D=d,
         num_warps=4,
     )
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    """Of each [heads, tokens, d]: elements from head to head and from token to token."""
+    return [tensor.stride(axis) for tensor in tensors for axis in (0, 1)]
 
 
 def _addresses(packed: Packed) -> tuple[Tensor | int, ...]:
@@ -90,15 +88,27 @@ def _addresses(packed: Packed) -> tuple[Tensor | int, ...]:
 
 
 @jit
-def _quantized(x, share):
-    """As quant.kv4.quantize: codes, step and middle of rows x [32, D] in fp32; step and middle as fp16 holds them."""
+def _quantized(x, share, WIDE: tl.constexpr):
+    """As quant.kv4.quantize: codes, step and middle of rows x [32, channels] in fp32; the latter as fp16 holds them."""
     low, high = tl.min(x, 1), tl.max(x, 1)
     step = tl.maximum((high - low) * share, 9.5367431640625e-07).to(tl.float16)
     wide = step.to(tl.float32)
-    middle = ((low + high) * 0.5 + wide * 0.5).to(tl.float16)
-    codes = (x - middle.to(tl.float32)[:, None]) * tl.div_rn(1.0, wide)[:, None]
+    if WIDE:
+        middle = (((low + high) * 0.5 + wide * 8.5) * 0.05882352963089943).to(tl.float16)
+        centre = middle.to(tl.float32) * 17.0 - wide * 8.0
+    else:
+        middle = ((low + high) * 0.5 + wide * 0.5).to(tl.float16)
+        centre = middle.to(tl.float32)
+    half: tl.constexpr = 128.0 if WIDE else 8.0
+    codes = (x - centre[:, None]) * tl.div_rn(1.0, wide)[:, None]
     codes = (codes + 12582912.0) - 12582912.0  # to the nearest, as torch rounds
-    return (tl.minimum(tl.maximum(codes, -8.0), 7.0) + 8.0).to(tl.int32), step, middle
+    return (tl.minimum(tl.maximum(codes, -half), half - 1) + half).to(tl.int32), step, middle
+
+
+@jit
+def _back(codes, step, middle):
+    """What later reads see of 4-bit codes [32, channels]."""
+    return (codes.to(tl.float32) - 8.0) * step.to(tl.float32)[:, None] + middle.to(tl.float32)[:, None]
 
 
 @jit
@@ -122,11 +132,13 @@ def _quantize(
     past_v_row,
     share,
     D: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     block = tl.load(table + tile // 4).to(tl.int64)
     token = tile.to(tl.int64) * 32 + tl.arange(0, 32)
-    channel = tl.arange(0, D)
+    C: tl.constexpr = D // 2 if WIDE else D
+    channel = D - C + tl.arange(0, C)
     scale_at = scales + head * scales_head + (block * 128 + tile % 4 * 32 + tl.arange(0, 32)) * 4
     code_at = codes + (head * tokens + token[:, None]) * D + channel[None]
     for side in tl.static_range(2):
@@ -136,12 +148,17 @@ def _quantize(
         else:
             x = tl.load(values + head * values_head + token[:, None] * values_row + channel[None]).to(tl.float32)
             back_at = past_v + head * past_v_head + token[:, None] * past_v_row + channel[None]
-        found, step, middle = _quantized(x, share)
-        tl.store(code_at + side * tl.num_programs(1) * tokens * D, found.to(tl.uint8))
+        found, step, middle = _quantized(x, share, WIDE)
         tl.store(scale_at + 2 * side, step)
         tl.store(scale_at + 2 * side + 1, middle)
-        back = (found.to(tl.float32) - 8.0) * step.to(tl.float32)[:, None] + middle.to(tl.float32)[:, None]
-        tl.store(back_at, back.to(past_k.dtype.element_ty))
+        to = code_at + side * tl.num_programs(1) * tokens * D
+        if WIDE:
+            high = found >> 4
+            tl.store(to - C, high.to(tl.uint8))
+            tl.store(back_at - C, _back(high, step, middle).to(past_k.dtype.element_ty))
+            found = found & 15
+        tl.store(to, found.to(tl.uint8))
+        tl.store(back_at, _back(found, step, middle).to(past_k.dtype.element_ty))
 
 
 @jit

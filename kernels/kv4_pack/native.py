@@ -30,7 +30,7 @@ def _functions():  # type: ignore[no-untyped-def]
     )
     pool = (exact, size, size, exact, size, size, size, exact, size, size)
     write = native.function(
-        SOURCE, "write_blocks", exact, exact, size, exact, size, size, number, c_float, *pool, number
+        SOURCE, "write_blocks", exact, exact, size, exact, size, size, number, number, c_float, *pool, number
     )
     return join, write
 
@@ -59,10 +59,13 @@ def join_exact(k: Tensor, v: Tensor, held_k: Tensor, held_v: Tensor) -> tuple[Te
     return own[0], own[1]
 
 
-def write_blocks(k: Tensor, v: Tensor, share: float, ids: Tensor, keys: Tensor, values: Tensor, scales: Tensor) -> None:
+def write_blocks(
+    k: Tensor, v: Tensor, wide: bool, share: float, ids: Tensor, keys: Tensor, values: Tensor, scales: Tensor
+) -> None:
     """Quantises fp16 k, v [heads, len(ids) * 128, d] into blocks `ids` (int32) of keys, values, scales as `Packed`.
 
-    share: the part of a vector's range that one step is.
+    wide: to 8 bits, of the upper half of the channels, as two 4-bit halves. share: the part of a vector's range that
+    one step is.
     """
     heads, _, d = k.shape
     assert k.stride() == v.stride() and k.stride()[1:] == (d, 1) and k.dtype == v.dtype == torch.float16
@@ -74,6 +77,7 @@ def write_blocks(k: Tensor, v: Tensor, share: float, ids: Tensor, keys: Tensor, 
         ids.numel(),
         heads,
         d,
+        wide,
         share,
         *pool_arguments(keys, values, scales),
         torch.get_num_threads(),

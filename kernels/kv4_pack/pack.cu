@@ -1,13 +1,16 @@
 // Packs a full block of every retrieval head of all layers, two CTAs a head (keys, values); compiled by NVRTC.
 //
 // Runs at the end of each decode step and leaves at once unless the step filled a block. Codes are those of
-// quant/kv4.py, bit for bit, in the order of fragment.py. HEAD_DIM is set by the host.
+// quant/kv4.py, bit for bit, in the order of fragment.py. HEAD_DIM and WIDE are set by the host: with WIDE the upper half
+// of the channels is packed, in 8 bits, their high halves in front of the low ones.
 #include "common.cuh"
 
 constexpr int D = HEAD_DIM;
 constexpr int BLOCK = 128;
 constexpr int THREADS = 512;
-constexpr int PIECE = D / 16;  // channels that a lane reads of a token: 16 lanes a token
+constexpr int SKIP = WIDE ? D / 2 : 0;
+constexpr int PIECE = (D - SKIP) / 16;  // channels that a lane reads of a token: 16 lanes a token
+constexpr float HALF = WIDE ? 128.f : 8.f;
 constexpr int ROW = D + 4;     // bytes of a token's codes, padded against bank conflicts
 constexpr float MIN_STEP = 9.5367431640625e-07f; // 2^-20
 
@@ -48,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) kv4_pack(const __grid_cons
         float x[PIECE], low = 3e38f, high = -3e38f;
 #pragma unroll
         for (int i = 0; i < PIECE; i++) {
-            x[i] = widen(from[token * D + i * 16 + lane]);
+            x[i] = widen(from[token * D + SKIP + i * 16 + lane]);
             low = fminf(low, x[i]), high = fmaxf(high, x[i]);
         }
         for (int s = 8; s; s /= 2) {
@@ -57,12 +60,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) kv4_pack(const __grid_cons
         }
         // No step of this may be fused: the codes must not depend on who computes them.
         const unsigned short step = narrow(fmaxf(__fmul_rn(__fadd_rn(high, -low), p.share), MIN_STEP));
-        const unsigned short middle = narrow(__fadd_rn(__fmul_rn(__fadd_rn(low, high), 0.5f), __fmul_rn(widen(step), 0.5f)));
-        const float inverse = __fdiv_rn(1.f, widen(step)), center = widen(middle);
+        const float size = widen(step), inverse = __fdiv_rn(1.f, size);
+        const float up = __fadd_rn(__fmul_rn(__fadd_rn(low, high), 0.5f), __fmul_rn(size, WIDE ? 8.5f : 0.5f));
+        const unsigned short middle = narrow(WIDE ? __fmul_rn(up, 1.f / 17) : up);
+        const float center = WIDE ? __fadd_rn(__fmul_rn(widen(middle), 17.f), __fmul_rn(size, -8.f)) : widen(middle);
 #pragma unroll
         for (int i = 0; i < PIECE; i++) {
             const float c = rintf(__fmul_rn(__fadd_rn(x[i], -center), inverse));
-            codes[token * ROW + i * 16 + lane] = (unsigned char)(fminf(fmaxf(c, -8.f), 7.f) + 8.f);
+            const unsigned char code = (unsigned char)(fminf(fmaxf(c, -HALF), HALF - 1) + HALF);
+            unsigned char *to = codes + token * ROW + i * 16 + lane;
+            if (WIDE) to[0] = code >> 4, to[SKIP] = code & 15;
+            else to[0] = code;
         }
         if (lane == 0) p.scales[(place * BLOCK + token) * 2 + value] = step | (unsigned)middle << 16;
     }

@@ -14,6 +14,7 @@ from models.cache.retrieval import RetrievalHeads
 from models.cache.shape import BLOCK
 from models.cache.streaming import ChunkMasks, StreamingHeads
 from models.errors import PoolExhausted
+from quant import kv4
 
 
 class Watch(Protocol):
@@ -38,7 +39,7 @@ class DuoCache:
         self.shape = pool.shape
         self.length = 0
         self._ids: list[int] = []
-        self._retrieval = RetrievalHeads(pool)
+        self._retrieval = tuple(map(RetrievalHeads, pool.stores))
         self._streaming = StreamingHeads(pool.shape, pool.device)
         self._chunk = 0
         self._masks: ChunkMasks | None = None
@@ -85,44 +86,59 @@ class DuoCache:
             self.watch.add(layer, q)
         if self.direct:
             return self._attend_direct(layer, q, k, v).view(n, -1)
-        kept = self.shape.retrieval_heads[layer]
-        split = kept * self.shape.group
         parts = []
-        if kept:
-            parts.append(self._retrieval.attend(layer, q[:, :split], k[:, :kept], v[:, :kept], self.length, self._ids))
+        for heads, rows, kv_rows in self._kinds(layer):
+            parts.append(heads.attend(layer, q[:, rows], k[:, kv_rows], v[:, kv_rows], self.length, self._ids))
         if self.shape.streaming_heads[layer]:
+            kept = self.shape.retrieval_heads[layer]
+            split = kept * self.shape.group
             parts.append(
                 self._streaming.attend(layer, q[:, split:], k[:, kept:], v[:, kept:], self.length, self._masks)
             )
         return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).reshape(n, -1)
+
+    def _kinds(self, layer: int) -> Iterator[tuple[RetrievalHeads, slice, slice]]:
+        """Each kind of retrieval heads that the layer has, with its query heads and its KV heads there."""
+        start = 0
+        for heads in self._retrieval:
+            end = start + heads.shape.retrieval_heads[layer]
+            if end > start:
+                yield heads, slice(start * self.shape.group, end * self.shape.group), slice(start, end)
+            start = end
 
     def keys(self, layer: int, head: int, most: int, block: int | None = None) -> Iterator[tuple[int, Tensor]]:
         """(first token, keys [m, d]) of a retrieval head in order: of every committed token, or of one block's.
 
         Packed keys come at most `most` tokens at a time, in the compute dtype; the others as they are.
         """
-        slot = self.shape.retrieval_slots[layer].start + head
+        kept, rows = next((heads, rows) for heads, _, rows in self._kinds(layer) if rows.start <= head < rows.stop)
+        slot = kept.shape.retrieval_slots[layer].start + head - rows.start
+        for at, keys in self._stored_keys(kept, slot, most, block):
+            yield at, kv4.join(keys) if kept.shape.bits == 8 else keys
+
+    def _stored_keys(
+        self, kept: RetrievalHeads, slot: int, most: int, block: int | None
+    ) -> Iterator[tuple[int, Tensor]]:
         newest, tail = divmod(self.length, BLOCK)
         if block in (None, 0):
-            yield 0, self._retrieval.keys[slot, : min(BLOCK, self.length)]
+            yield 0, kept.keys[slot, : min(BLOCK, self.length)]
         first, last = (1, newest) if block is None else (block, min(block + 1, newest))
         at = first * BLOCK
-        for keys, _ in self.pool.read(slice(slot, slot + 1), self._ids[max(first, 1) - 1 : max(last, 1) - 1], most):
+        ids = self._ids[max(first, 1) - 1 : max(last, 1) - 1]
+        for keys, _ in kept.store.read(slice(slot, slot + 1), ids, most):
             yield at, keys[0]
             at += keys.shape[1]
         if newest and tail and block in (None, newest):
-            yield newest * BLOCK, self._retrieval.keys[slot, BLOCK : BLOCK + tail]
+            yield newest * BLOCK, kept.keys[slot, BLOCK : BLOCK + tail]
 
     def _attend_direct(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kept = self.shape.retrieval_heads[layer]
-        split = kept * self.shape.group
         q, k, v = (x.to(self.shape.exact_dtype) for x in (q, k, v))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if kept:
-            self._retrieval.attend_into(
-                layer, q[:, :split], k[:, :kept], v[:, :kept], self.length, self._ids, out[:, :split]
-            )
+        for heads, rows, kv_rows in self._kinds(layer):
+            heads.attend_into(layer, q[:, rows], k[:, kv_rows], v[:, kv_rows], self.length, self._ids, out[:, rows])
         if self.shape.streaming_heads[layer]:
+            kept = self.shape.retrieval_heads[layer]
+            split = kept * self.shape.group
             assert self._masks is not None
             self._streaming.attend_into(
                 layer, q[:, split:], k[:, kept:], v[:, kept:], self.length, self._masks, out[:, split:]
@@ -146,7 +162,7 @@ class DuoCache:
         twin.length = self.length
         twin._ids = self.blocks
         self.pool.retain(twin._ids)
-        twin._retrieval = self._retrieval.copy()
+        twin._retrieval = tuple(heads.copy() for heads in self._retrieval)
         twin._streaming = self._streaming.copy()
         return twin
 
@@ -157,7 +173,8 @@ class DuoCache:
 
     def exact(self) -> list[Tensor]:
         """What is not packed, in buffers that change with every token: the retrieval heads' two blocks, the windows."""
-        return [self._retrieval.keys, self._retrieval.values, self._streaming.keys, self._streaming.values]
+        kept = [x for heads in self._retrieval for x in (heads.keys, heads.values)]
+        return [*kept, self._streaming.keys, self._streaming.values]
 
     @classmethod
     def empty(cls, pool: BlockPool, length: int, shared: Sequence[int] = ()) -> DuoCache:

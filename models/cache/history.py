@@ -20,7 +20,7 @@ from models.cache.shape import BLOCK, CacheShape
 from quant import kv4
 
 if TYPE_CHECKING:
-    from models.cache.pool import BlockPool
+    from models.cache.store import HeadStore
 
 # Tokens times heads of a tile. A merge costs as much as attention to 400 tokens, so 4 heads lose 0.6 % at this size.
 TILE = 1 << 18
@@ -32,13 +32,13 @@ def declines(shape: CacheShape, device: torch.device) -> str | None:
     """Why this way of reading a chunk cannot serve a cache, or None."""
     if device.type != "cuda":
         return f"CUDA only, not {device.type}"
-    if shape.bits == 8:
-        return "8-bit codes are unpacked by the reference"
     if shape.exact_dtype != shape.compute_dtype:
         return f"keys are kept in {shape.exact_dtype} and used in {shape.compute_dtype}"
-    if shape.bits == 4:
-        reason = fragment.declines(device, shape.head_dim, shape.group) or fragment_rows.declines(
-            device, shape.head_dim
+    for width in {part.width for part in shape.parts if part.bits < 16}:
+        reason = (
+            fragment.declines(device, width, shape.group)
+            or fragment_rows.declines(device, width)
+            or chunk.declines(device, width, shape.compute_dtype)
         )
         if reason:
             return reason
@@ -46,29 +46,30 @@ def declines(shape: CacheShape, device: torch.device) -> str | None:
 
 
 def scratch_bytes(shape: CacheShape) -> int:
-    """Bytes of the two buffers."""
-    return 2 * 2 * TILE * shape.head_dim * shape.compute_dtype.itemsize if shape.bits == 4 else 0
+    """Bytes of the two buffers of each kind of heads."""
+    channels = sum(part.width for part in shape.parts if part.bits < 16)
+    return 2 * 2 * TILE * channels * shape.compute_dtype.itemsize
 
 
 class HistoryReader:
-    """Reads chunks for every sequence of a pool, one at a time."""
+    """Reads chunks for every sequence of a pool, one at a time; heads of 8 bits come widened."""
 
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self._shape = pool.shape
-        self._scale = pool.shape.head_dim**-0.5
-        traits = {"head_dim": pool.shape.head_dim, "dtype": pool.shape.compute_dtype}
-        self._rows = ROWS.choose(pool.device, **traits).backend.run.attend
+    def __init__(self, store: HeadStore) -> None:
+        self._kept = store
+        self._shape = store.shape
+        self._scale = store.shape.scale
+        traits = {"head_dim": store.shape.width, "dtype": store.shape.compute_dtype}
+        self._rows = ROWS.choose(store.device, **traits).backend.run.attend
 
     @cached_property
     def _buffers(self) -> Tensor:
         """[2, keys and values, TILE * d]."""
-        width = TILE * self._shape.head_dim
-        return torch.empty(2, 2, width, dtype=self._shape.compute_dtype, device=self._pool.device)
+        width = TILE * self._shape.width
+        return torch.empty(2, 2, width, dtype=self._shape.compute_dtype, device=self._kept.device)
 
     @cached_property
     def _unpacking(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self._pool.device)
+        return torch.cuda.Stream(self._kept.device)
 
     def attend(
         self,
@@ -100,7 +101,7 @@ class HistoryReader:
         if self._shape.bits == 16:
             if new:
                 span = slice((complete - new) * BLOCK, complete * BLOCK)
-                self._pool.write_exact(slots, table, own[0][:, span], own[1][:, span])
+                self._kept.write_exact(slots, table, own[0][:, span], own[1][:, span])
             return own
         heads, _, d = own[0].shape
         past = own[0].new_empty(2, heads, max(complete, 1) * BLOCK, d)
@@ -109,8 +110,9 @@ class HistoryReader:
             kept[:, : min(start, x.shape[1])] = x[:, :start]
         if new:
             span = slice(start, complete * BLOCK)
-            packed, share = self._pool.packed(slots, table), kv4.step_share(d, 4)
-            fragment_rows.store(packed, own[0][:, span], own[1][:, span], share, past[0][:, start:], past[1][:, start:])
+            packed, share = self._kept.packed(slots, table), kv4.step_share(self._shape.head_dim, self._shape.bits)
+            pasts = past[0][:, start:], past[1][:, start:]
+            fragment_rows.store(packed, own[0][:, span], own[1][:, span], share, *pasts, wide=self._shape.bits == 8)
         return past[0], past[1]
 
     def _history(self, slots: slice, q: Tensor, ids: Sequence[int], table: Tensor) -> State:
@@ -130,11 +132,11 @@ class HistoryReader:
 
     def _tiles(self, slots: slice, ids: Sequence[int], table: Tensor) -> Iterator[State]:
         if self._shape.bits == 16:
-            yield from self._pool.read(slots, ids, len(ids) * BLOCK)
+            yield from self._kept.read(slots, ids, len(ids) * BLOCK)
             return
-        heads, d = slots.stop - slots.start, self._shape.head_dim
+        heads, d = slots.stop - slots.start, self._shape.width
         step = TILE // heads // BLOCK
-        working = torch.cuda.current_stream(self._pool.device)
+        working = torch.cuda.current_stream(self._kept.device)
         self._unpacking.wait_stream(working)  # what was written before, and who still reads the buffers
         free: list[torch.cuda.Event | None] = [None, None]
         tiles = [table[i : i + step] for i in range(0, table.numel(), step)]
@@ -151,11 +153,11 @@ class HistoryReader:
                 ready = following
 
     def _unpack(self, slots: slice, ids: Tensor, side: int, free: torch.cuda.Event | None) -> torch.cuda.Event:
-        keys, values = self._views(side, slots.stop - slots.start, ids.numel() * BLOCK, self._shape.head_dim)
+        keys, values = self._views(side, slots.stop - slots.start, ids.numel() * BLOCK, self._shape.width)
         with torch.cuda.stream(self._unpacking):
             if free is not None:
                 self._unpacking.wait_event(free)
-            fragment_rows.restore(self._pool.packed(slots, ids), keys, values)
+            fragment_rows.restore(self._kept.packed(slots, ids), keys, values)
             return self._unpacking.record_event()
 
     def _views(self, side: int, heads: int, tokens: int, d: int) -> State:

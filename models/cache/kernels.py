@@ -17,38 +17,43 @@ from kernels.norm_rope import PLACE
 from models.cache import history
 from models.cache.shape import CacheShape
 
+_WIDE = ", 8-bit heads"  # served by the kernels of 4 bits as heads of twice the size
+
 
 def kernel_report(device: torch.device, shape: CacheShape, endless: bool = False) -> list[dict[str, Any]]:
     """Rows of kernel, chosen, and declined {backend: reason}.
 
-    Those of the cache only where it has such heads; the 4-bit kernels only where it has 4 bits.
+    Those of the cache only where it has such heads; where heads have 8 bits, the kernels that serve those too.
     """
     attended = (shape.retrieval_heads[0] + shape.streaming_heads[0]) * shape.group * shape.head_dim
-    asked: list[tuple[Any, dict[str, Any]]] = [
-        (INT8_GEMM, {}),
-        (GEMV, {"dtype": torch.int8, "width": attended}),
-        (ACT_QUANT, {}),
-        (PLACE, {}),
-        (ATTENTION, {"head_dim": shape.head_dim, "dtype": shape.compute_dtype}),
+    asked: list[tuple[str, Any, dict[str, Any]]] = [
+        ("", INT8_GEMM, {}),
+        ("", GEMV, {"dtype": torch.int8, "width": attended}),
+        ("", ACT_QUANT, {}),
+        ("", PLACE, {}),
+        ("", ATTENTION, {"head_dim": shape.head_dim, "dtype": shape.compute_dtype}),
     ]
-    chunk = {"head_dim": shape.head_dim, "dtype": shape.compute_dtype}
-    if not endless and history.declines(shape, device) is None:
-        asked.append((ROWS, chunk))
-    elif not endless:
-        asked += [(WINDOW, chunk | {"exact": shape.exact_dtype}), (BLOCKS, chunk | {"bits": shape.bits})]
+    direct = not endless and history.declines(shape, device) is None
     window = {"head_dim": shape.head_dim, "dtype": shape.exact_dtype}
+    if not endless and not direct:
+        chunk = {"head_dim": shape.head_dim, "dtype": shape.compute_dtype, "exact": shape.exact_dtype}
+        asked.append(("", WINDOW, chunk))
     if endless:
-        asked.append((WINDOW_STEP, window | {"group": shape.group}))
+        asked.append(("", WINDOW_STEP, window | {"group": shape.group}))
     elif any(shape.streaming_heads):
-        asked.append((WINDOW_DECODE, window))
-    if shape.bits == 4:
-        packed = {"head_dim": shape.head_dim, "group": shape.group}
-        asked += [(KV4_LAYOUT, packed), (KV4_DECODE, packed), (KV4_STEP, packed)]
+        asked.append(("", WINDOW_DECODE, window))
+    for part in () if endless else reversed(shape.parts):
+        kind = _WIDE if part.bits == 8 else ""
+        chunk = {"head_dim": part.width, "dtype": part.compute_dtype}
+        asked.append((kind, ROWS, chunk) if direct else (kind, BLOCKS, chunk | {"packed": part.bits < 16}))
+        if part.bits < 16:
+            packed = {"head_dim": part.width, "group": part.group}
+            asked += [(kind, kernel, packed) for kernel in (KV4_LAYOUT, KV4_DECODE, KV4_STEP)]
     rows = []
-    for kernel, traits in asked:
+    for kind, kernel, traits in asked:
         chosen = kernel.choose(device, **traits).backend
         others = {
             b.name: b.declines(device, **traits) or "a better one serves" for b in kernel.backends if b is not chosen
         }
-        rows.append({"kernel": kernel.name, "chosen": chosen.name, "declined": others})
+        rows.append({"kernel": kernel.name + kind, "chosen": chosen.name, "declined": others})
     return rows

@@ -14,6 +14,7 @@ from kernels.attention_decode import KV4_STEP, Held
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
 from models.cache.shape import BLOCK, CacheShape
+from quant import kv4
 
 
 class LiveCache:
@@ -40,8 +41,10 @@ class LiveCache:
             layer: torch.zeros(len(heads), pool.shape.head_dim, device=pool.device) for layer, heads in chosen.items()
         }
         self._clock = clock_at(self.position, self.shape)
-        traits = {"head_dim": self.shape.head_dim, "group": self.shape.group}
-        self._step = KV4_STEP.choose(pool.device, **traits).backend.run.step
+        self._step, *self._steps = (
+            KV4_STEP.choose(pool.device, head_dim=width, group=self.shape.group).backend.run.step
+            for width in (self.shape.head_dim, *(part.width for part in self.shape.parts))
+        )
 
     @property
     def heads_dtype(self) -> torch.dtype:
@@ -69,10 +72,12 @@ class LiveCache:
     @staticmethod
     def serves(pool: BlockPool) -> bool:
         """Whether a step can be captured: a packed cache, on a GPU that the fused kernels serve."""
-        if pool.device.type != "cuda" or pool.shape.bits != 4:
+        shape = pool.shape
+        if pool.device.type != "cuda" or shape.bits == 16:
             return False
-        traits = {"head_dim": pool.shape.head_dim, "group": pool.shape.group}
-        return KV4_STEP.choose(pool.device, **traits).backend.name == "fragment"
+        widths = {shape.head_dim, *(part.width for part in shape.parts)}
+        chosen = [KV4_STEP.choose(pool.device, head_dim=width, group=shape.group) for width in widths]
+        return all(choice.backend.name == "fragment" for choice in chosen)
 
     def catch_up(self, cache: DuoCache) -> None:
         """Tells the device the blocks of the sequence that it does not know yet."""
@@ -102,19 +107,36 @@ class LiveCache:
         """Appends k, v [1, kv_heads, d] of a layer and attends: q [1, heads, d] -> fp32 [1, heads * d]."""
         if layer in self._watched:
             torch.index_select(q[0], 0, self._watched[layer], out=self._queries[layer])
-        shape = self.shape
-        kept, windows = shape.retrieval_slots[layer], shape.streaming_slots[layer]
-        keys, values, window_keys, window_values = self._exact
-        packed = self.pool.packed(kept, self._table)
-        held = Held((keys[kept], values[kept]), packed, (window_keys[windows], window_values[windows]))
-        grouped = q[0].unflatten(0, (-1, shape.group))
-        return self._step(grouped, k[0], v[0], self._clock, held, self.pool.layout, shape.head_dim**-0.5).reshape(1, -1)
+        *kept, window_keys, window_values = self._exact
+        slots = self.shape.streaming_slots[layer]
+        windows = window_keys[slots], window_values[slots]
+        rows, k, v, outs = q[0].unflatten(0, (-1, self.shape.group)), k[0], v[0], []
+        # Where there are 8-bit heads they have a launch of their own; windows share one with the 4-bit heads.
+        for store, keys, values, step in zip(self.pool.stores, kept[::2], kept[1::2], self._steps, strict=True):
+            slots = store.shape.retrieval_slots[layer]
+            exact, packed = (keys[slots], values[slots]), store.packed(slots, self._table)
+            if store.shape.bits < 8:
+                break
+            count, d = slots.stop - slots.start, self.shape.head_dim
+            if count:
+                none = (window_keys.new_empty(0, self.shape.sink + self.shape.recent, store.shape.width),) * 2
+                new = kv4.widen_queries(rows[:count]), kv4.widen(k[:count]), kv4.widen(v[:count])
+                out = step(*new, self._clock, Held(exact, packed, none), store.layout, store.shape.scale)
+                outs.append(kv4.join(out))
+            rows, k, v = rows[count:], k[count:], v[count:]
+            exact, packed = (keys[:0, :, :d], values[:0, :, :d]), store.packed(slice(0, 0), self._table[:0])
+        if len(rows):
+            held = Held(exact, packed, windows)
+            outs.append(self._step(rows, k, v, self._clock, held, store.layout, self.shape.head_dim**-0.5))
+        return (torch.cat(outs) if len(outs) > 1 else outs[0]).reshape(1, -1)
 
     def commit(self) -> None:
         """Packs the newest block if the token filled it, in all layers at once; the next token is the first to see it
         packed."""
         if any(self.shape.retrieval_heads):
-            self.pool.pack_full(self._exact[0], self._exact[1], self._table, self._clock[5:])
+            for at, store in enumerate(self.pool.stores):
+                keys, values = self._exact[2 * at : 2 * at + 2]
+                store.pack_full(keys, values, self._table, self._clock[5:])
         self.position.add_(1)
 
 

@@ -88,7 +88,7 @@ def weights_bytes(config: ModelConfig, weights: str, device: torch.device) -> in
 def workspace_bytes(config: ModelConfig, shape: CacheShape, chunk: int, device: torch.device) -> int:
     """Bytes of activations and scratch while a chunk of `chunk` tokens is read, at its widest point."""
     # What `history.declines` asks of a shape; the device may not be here. Endless mode has no history, and fp32 heads.
-    narrow = shape.bits != 8 and shape.compute_dtype.itemsize == 2 and any(shape.retrieval_heads)
+    narrow = shape.compute_dtype.itemsize == 2 and any(shape.retrieval_heads)
     if device.type == "cuda" and narrow:
         return _direct_bytes(config, shape, chunk)
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
@@ -96,19 +96,19 @@ def workspace_bytes(config: ModelConfig, shape: CacheShape, chunk: int, device: 
     held = 4 * heads + 4 * config.num_heads * config.head_dim  # q, k, v and the attended heads live to the layer's end
     attention = 4 * heads + 2 * 4 * config.num_heads * config.head_dim
     mlp = 2 * (4 + 4) * config.intermediate_size + config.hidden_size  # gate and up as int32 and as fp32
-    widest_heads = max(shape.retrieval_heads)
+    widest = max(shape.stored_channels)
     # A window's run of keys and values; the queries as the sinks see them, and two outputs to be merged.
     window = 2 * max(shape.streaming_heads) * (shape.recent + chunk) * config.head_dim * shape.compute_dtype.itemsize
-    if not widest_heads:
+    if not widest:
         window += 3 * 4 * chunk * config.num_heads * config.head_dim
-    scratch = window + 2 * widest_heads * (TILE + chunk + 2 * BLOCK) * config.head_dim * shape.compute_dtype.itemsize
+    scratch = window + 2 * widest * (TILE + chunk + 2 * BLOCK) * shape.compute_dtype.itemsize
     return chunk * (residual + held + max(attention, mlp)) + scratch + 4 * config.vocab_size
 
 
 def _direct_bytes(config: ModelConfig, shape: CacheShape, chunk: int) -> int:
     """`workspace_bytes` where kernels take everything in 16 bits and leave nothing wider behind."""
     q, kv = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
-    kept = max(shape.retrieval_heads) * config.head_dim
+    kept = max(shape.stored_channels)
     residual = 4 * config.hidden_size
     sums = (2 + 2 + 4) * kept * shape.group  # two tiles' outputs and their fp32 sum
     own = 2 * 2 * 2 * kept  # the chunk's keys and values, beside what the cache gives back of them

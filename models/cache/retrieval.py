@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from kernels.attention_decode import KV4_DECODE
 from kernels.attention_prefill import ATTENTION, BLOCKS, merge_
 from kernels.kv4_pack.native import join_exact
-from models.cache.pool import BlockPool
 from models.cache.shape import BLOCK
+from models.cache.store import HeadStore
+from quant import kv4
 
 _STEP = 4  # blocks: enough rows a product for full speed (measured: 512 tokens 700 GFLOP/s, 128 tokens 450)
 TILE = 8192  # tokens of history unpacked at a time: scratch does not grow with the context
@@ -26,26 +27,23 @@ TILE = 8192  # tokens of history unpacked at a time: scratch does not grow with 
 class RetrievalHeads:
     """One sequence's unpacked tokens [heads of all layers, 2 BLOCK, d] (first block, newest one) and its attention."""
 
-    def __init__(self, pool: BlockPool) -> None:
-        self.pool = pool
-        shape = self.shape = pool.shape
+    def __init__(self, store: HeadStore) -> None:
+        self.store = store
+        shape = self.shape = store.shape
         heads = sum(shape.retrieval_heads)
-        self.keys = torch.empty(heads, 2 * BLOCK, shape.head_dim, dtype=shape.exact_dtype, device=pool.device)
+        self.keys = torch.empty(heads, 2 * BLOCK, shape.width, dtype=shape.exact_dtype, device=store.device)
         self.values = torch.empty_like(self.keys)
-        self._table = torch.empty(pool.blocks, dtype=torch.int32, device=pool.device)
+        self._table = torch.empty(store.blocks, dtype=torch.int32, device=store.device)
         self._listed = 0
-        self._scale = shape.head_dim**-0.5
-        self._attend = ATTENTION.choose(
-            pool.device, head_dim=shape.head_dim, dtype=shape.compute_dtype
-        ).backend.run.attend
-        self._blocks = BLOCKS.choose(
-            pool.device, head_dim=shape.head_dim, bits=shape.bits, dtype=shape.compute_dtype
-        ).backend.run
-        self._decode = KV4_DECODE.choose(pool.device, head_dim=shape.head_dim, group=shape.group).backend.run.decode
+        self._scale = shape.scale
+        traits = {"head_dim": shape.width, "dtype": shape.compute_dtype}
+        self._attend = ATTENTION.choose(store.device, **traits).backend.run.attend
+        self._blocks = BLOCKS.choose(store.device, **traits, packed=shape.bits < 16).backend.run
+        self._decode = KV4_DECODE.choose(store.device, head_dim=shape.width, group=shape.group).backend.run.decode
 
     def copy(self) -> RetrievalHeads:
         """The same tokens in buffers of their own."""
-        twin = RetrievalHeads(self.pool)
+        twin = RetrievalHeads(self.store)
         twin.keys.copy_(self.keys)
         twin.values.copy_(self.values)
         return twin
@@ -56,12 +54,15 @@ class RetrievalHeads:
         ids: the sequence's blocks, the first of which holds tokens BLOCK .. 2 BLOCK - 1.
         """
         slots = self.shape.retrieval_slots[layer]
+        wide = self.shape.bits == 8
+        if wide:
+            q, k, v = kv4.widen_queries(q), kv4.widen(k), kv4.widen(v)
         if q.shape[0] > 1 and self._blocks is not None:
-            return self._many_in_c(slots, q, k, v, length, ids)
-        k, v = (x.transpose(0, 1).to(self.shape.exact_dtype) for x in (k, v))
-        if q.shape[0] == 1:
-            return self._one(slots, q, k, v, length, ids)
-        return self._many(slots, q, k, v, length, ids)
+            out = self._many_in_c(slots, q, k, v, length, ids)
+        else:
+            k, v = (x.transpose(0, 1).to(self.shape.exact_dtype) for x in (k, v))
+            out = (self._one if q.shape[0] == 1 else self._many)(slots, q, k, v, length, ids)
+        return kv4.join(out) if wide else out
 
     def attend_into(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, length: int, ids: Sequence[int], out: Tensor
@@ -70,6 +71,10 @@ class RetrievalHeads:
         slots = self.shape.retrieval_slots[layer]
         n = q.shape[0]
         first, before = divmod(length, BLOCK)
+        narrow = out
+        if self.shape.bits == 8:
+            q, k, v = kv4.widen_queries(q), kv4.widen(k), kv4.widen(v)
+            out = torch.empty_like(q)
         k, v = k.transpose(0, 1), v.transpose(0, 1)
         if before:
             own_at = BLOCK if first else 0
@@ -78,7 +83,9 @@ class RetrievalHeads:
         front = (self.keys[slots, :BLOCK], self.values[slots, :BLOCK]) if first else None
         blocks = max((length + n) // BLOCK - 1, 0)
         table = self._listing(ids, blocks)
-        self.pool.history.attend(slots, q, (k, v), front, ids[:blocks], table, before, out)
+        self.store.history.attend(slots, q, (k, v), front, ids[:blocks], table, before, out)
+        if out is not narrow:
+            narrow.copy_(kv4.join(out))
         self._keep(slots, k, v, first, before, n)
 
     def _one(self, slots: slice, q: Tensor, k: Tensor, v: Tensor, length: int, ids: Sequence[int]) -> Tensor:
@@ -90,18 +97,18 @@ class RetrievalHeads:
         exact_k, exact_v = self.keys[slots, : at + 1], self.values[slots, : at + 1]
         blocks = max(block - 1, 0)
         grouped = q.view(k.shape[0], -1, q.shape[-1])
-        if self.shape.bits == 4:
-            packed = self.pool.packed(slots, self._listing(ids, blocks))
-            out = self._decode(grouped, exact_k, exact_v, packed, self.pool.layout, self._scale)
+        if self.shape.bits < 16:
+            packed = self.store.packed(slots, self._listing(ids, blocks))
+            out = self._decode(grouped, exact_k, exact_v, packed, self.store.layout, self._scale)
         else:
             rows = grouped[None].to(self.shape.compute_dtype)
             exact = (x[None].to(rows.dtype) for x in (exact_k, exact_v))
             out, lse = self._attend(rows, *exact, scale=self._scale)
             out = out.float()
-            for keys, values in self.pool.read(slots, ids[:blocks], TILE):
+            for keys, values in self.store.read(slots, ids[:blocks], TILE):
                 merge_(out, lse, *self._attend(rows, keys[None], values[None], scale=self._scale))
         if within == BLOCK - 1 and block:
-            self.pool.write(slots, ids[block - 1 : block], self.keys[slots, BLOCK:], self.values[slots, BLOCK:])
+            self.store.write(slots, ids[block - 1 : block], self.keys[slots, BLOCK:], self.values[slots, BLOCK:])
         return out.reshape(1, -1, q.shape[-1])
 
     def _listing(self, ids: Sequence[int], blocks: int) -> Tensor:
@@ -126,9 +133,9 @@ class RetrievalHeads:
         if whole.stop > start:
             at = max(first - 1, 0)
             new = torch.tensor(ids[at : at + (whole.stop - start) // BLOCK], dtype=torch.int32)
-            self.pool.store(slots, new, k[:, whole], v[:, whole])
+            self.store.store(slots, new, k[:, whole], v[:, whole])
         opening = (self.keys[slots, :BLOCK], self.values[slots, :BLOCK]) if first else (k[:, :BLOCK], v[:, :BLOCK])
-        out: Tensor = self._blocks.attend(q, (k, v), opening, self.pool.packed(slots, table), length, self._scale)
+        out: Tensor = self._blocks.attend(q, (k, v), opening, self.store.packed(slots, table), length, self._scale)
         self._keep(slots, k, v, first, before, q.shape[0])
         return out
 
@@ -163,7 +170,7 @@ class RetrievalHeads:
         seen = _Scratch(heads, d, TILE + (blocks + 1) * BLOCK, own_k)
         if first:
             seen.add(self.keys[slots, :BLOCK], self.values[slots, :BLOCK])
-            for keys, values in self.pool.read(slots, ids[: first - 1], TILE):
+            for keys, values in self.store.read(slots, ids[: first - 1], TILE):
                 if seen.used + keys.shape[1] > TILE + BLOCK:
                     sums.add(0, blocks * rows, *seen.between(0, seen.used))
                     seen.used = 0
@@ -176,7 +183,7 @@ class RetrievalHeads:
         if complete * BLOCK > start:
             at = first - 1 if first else 0
             past = (x[:, start : complete * BLOCK] for x in (k, v))
-            seen.add(*self.pool.write(slots, ids[at : at + complete - start // BLOCK], *past))
+            seen.add(*self.store.write(slots, ids[at : at + complete - start // BLOCK], *past))
         # Queries in steps of _STEP blocks over all keys before the step, then block by block within the step.
         for step in range(0, blocks, _STEP):
             end = min(step + _STEP, blocks)

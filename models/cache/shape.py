@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -29,7 +29,8 @@ class CacheShape:
     """Heads a layer (retrieval, streaming), head size, window sizes in tokens, and how KV is stored.
 
     `bits` 4 or 8 packs the history of retrieval heads; 16 keeps it in `exact_dtype`. `compute_dtype` is what prefill
-    attention runs in. `rotate` false packs keys as they are, to tell what rotation gains.
+    attention runs in. `rotate` false packs keys as they are, to tell what rotation gains. Of a 4-bit cache's retrieval
+    heads, `wide_heads` a layer are kept in 8 bits; they lie in front of the others.
     """
 
     retrieval_heads: tuple[int, ...]
@@ -42,12 +43,23 @@ class CacheShape:
     exact_dtype: torch.dtype
     compute_dtype: torch.dtype
     rotate: bool = True
+    wide_heads: tuple[int, ...] = ()
 
     @classmethod
     def for_model(
-        cls, config: ModelConfig, mask: np.ndarray, kv: str, sink: int, recent: int, device: torch.device
+        cls,
+        config: ModelConfig,
+        mask: np.ndarray,
+        kv: str,
+        sink: int,
+        recent: int,
+        device: torch.device,
+        wide: np.ndarray | None = None,
     ) -> CacheShape:
-        """For a bool mask [layers, kv_heads], True for a retrieval head; kv is "kv4", "kv8", "bf16" or "fp32"."""
+        """For a bool mask [layers, kv_heads], True for a retrieval head; kv is "kv4", "kv8", "bf16" or "fp32".
+
+        wide: bool of the same shape, those of a 4-bit cache's retrieval heads that keep 8 bits.
+        """
         bits, exact = _FORMATS[kv]
         if exact == torch.float32:
             compute = torch.float32
@@ -58,7 +70,36 @@ class CacheShape:
         kept = tuple(int(n) for n in mask.sum(1))
         dropped = tuple(config.num_kv_heads - n for n in kept)
         group = config.num_heads // config.num_kv_heads
-        return cls(kept, dropped, group, config.head_dim, sink, recent, bits, exact, compute)
+        shape = cls(kept, dropped, group, config.head_dim, sink, recent, bits, exact, compute)
+        if wide is None or not wide.any():
+            return shape
+        assert bits == 4 and not (wide & ~mask).any()
+        return replace(shape, wide_heads=tuple(int(n) for n in wide.sum(1)))
+
+    @cached_property
+    def parts(self) -> tuple[CacheShape, ...]:
+        """The kinds of retrieval heads, each as if it were alone, in the order in which their heads lie in a layer."""
+        if not any(self.wide_heads):
+            return (self,)
+        narrow = tuple(kept - wide for kept, wide in zip(self.retrieval_heads, self.wide_heads, strict=True))
+        wide = replace(self, retrieval_heads=self.wide_heads, wide_heads=(), bits=8)
+        return (wide, replace(self, retrieval_heads=narrow, wide_heads=())) if any(narrow) else (wide,)
+
+    @property
+    def width(self) -> int:
+        """Channels of a retrieval head's stored vector, where all of them are of one kind."""
+        return kv4.width(self.head_dim, self.bits)
+
+    @property
+    def scale(self) -> float:
+        """What a product of a query with a stored key is times, where all heads are of one kind."""
+        return kv4.score_scale(self.head_dim, self.bits)
+
+    @cached_property
+    def stored_channels(self) -> tuple[int, ...]:
+        """For each layer, channels of the stored vectors of one token's retrieval heads, keys or values."""
+        each = [[heads * part.width for heads in part.retrieval_heads] for part in self.parts]
+        return tuple(map(sum, zip(*each, strict=True)))
 
     @cached_property
     def retrieval_slots(self) -> tuple[slice, ...]:
@@ -80,12 +121,12 @@ class CacheShape:
         """Bytes that one more token of history takes, over all retrieval heads."""
         if self.bits == 16:
             return sum(self.retrieval_heads) * 2 * self.head_dim * self.exact_dtype.itemsize
-        return sum(self.retrieval_heads) * kv4.bytes_per_token(self.head_dim, self.bits)
+        return sum(sum(part.retrieval_heads) * kv4.bytes_per_token(self.head_dim, part.bits) for part in self.parts)
 
     @property
     def exact_bytes(self) -> int:
         """Bytes of a sequence's unpacked tokens: its first block and its newest one."""
-        return sum(self.retrieval_heads) * 2 * 2 * BLOCK * self.head_dim * self.exact_dtype.itemsize
+        return sum(self.stored_channels) * 2 * 2 * BLOCK * self.exact_dtype.itemsize
 
     @property
     def window_bytes(self) -> int:

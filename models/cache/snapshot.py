@@ -27,7 +27,7 @@ from models.cache.shape import BLOCK
 from models.errors import BadSnapshot
 from models.files import writing
 
-VERSION = 1  # raise it when what a cache holds, or how it is stored, changes: older files are then read no more
+VERSION = 2  # raise it when what a cache holds, or how it is stored, changes: older files are then read no more
 
 _MAGIC = b"OCTAVOKV"
 _END = struct.Struct("<II8s")

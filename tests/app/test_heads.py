@@ -102,5 +102,5 @@ def test_the_page_previews_before_a_ratio_is_applied() -> None:
     assert pattern is not None
     heads = Heads(open_checkpoint(embedded_model_path()).config, pattern, settings, CPU)
     assert "50%: 45 heads" in heads.preview(0.5, 8192) and "the same" in heads.preview(0.5, 8192)
-    assert "20%: 18 heads" in heads.preview(0.2, 8192) and "-36 %" in heads.preview(0.2, 8192)
+    assert "20%: 18 heads" in heads.preview(0.2, 8192) and "-40 %" in heads.preview(0.2, 8192)
     assert heads.picture(8192).startswith(b"\x89PNG")

@@ -23,7 +23,8 @@ def attend(shape: CacheShape, layer: int, q, k, v):
             packed = seen_as_is & (j >= BLOCK) & (j // BLOCK != i // BLOCK) if shape.bits < 16 else seen_as_is & False
             seen_as_is = seen_as_is & ~packed
             if shape.bits < 16:
-                packed_keys, packed_values = (_rounded(x, shape.bits) for x in (keys, values))
+                bits = 8 if shape.wide_heads and head < shape.wide_heads[layer] else shape.bits
+                packed_keys, packed_values = (_rounded(x, bits) for x in (keys, values))
         for member in range(shape.group):
             query = q[:, head * shape.group + member].double() * d**-0.5
             scores = torch.full((n, n), -torch.inf, dtype=torch.float64)
@@ -36,4 +37,5 @@ def attend(shape: CacheShape, layer: int, q, k, v):
 
 def _rounded(x, bits):
     codes, scales = kv4.quantize(x, bits)
-    return (codes.double() - 2 ** (bits - 1)) * scales[..., :1].double() + scales[..., 1:].double()
+    halves = (codes.double() - 8) * scales[..., :1].double() + scales[..., 1:].double()
+    return kv4.join(halves) if bits == 8 else halves

@@ -1,5 +1,7 @@
 """The cache against the naive dense one: any prompt, chunking, pattern and window; fork, rewind, snapshot."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -16,9 +18,9 @@ CPU = torch.device("cpu")
 LAYERS, KV_HEADS = 2, 3
 
 
-def _shape(retrieval=(1, 2), bits=16, sink=4, recent=20, group=2, head_dim=16, exact=torch.float32):
+def _shape(retrieval=(1, 2), bits=16, sink=4, recent=20, group=2, head_dim=16, exact=torch.float32, wide=()):
     streaming = tuple(KV_HEADS - n for n in retrieval)
-    return CacheShape(retrieval, streaming, group, head_dim, sink, recent, bits, exact, torch.float32)
+    return CacheShape(retrieval, streaming, group, head_dim, sink, recent, bits, exact, torch.float32, wide_heads=wide)
 
 
 def _tokens(shape, n, seed=0):
@@ -57,28 +59,30 @@ def _cases(draw):
         sizes.append(size)
         left -= size
     retrieval = tuple(draw(st.integers(0, KV_HEADS)) for _ in range(LAYERS))
+    wide = tuple(draw(st.integers(0, kept)) for kept in retrieval)
     sink = draw(st.sampled_from([0, 1, 4, 128, 150, 1000]))
     recent = draw(st.sampled_from([1, 2, 20, 64, 255, 256, 300, 2000]))
-    return n, sizes, retrieval, sink, recent
+    return n, sizes, retrieval, wide, sink, recent
 
 
 # The fixture only poisons fresh memory: it need not be set up again between examples.
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(_cases(), st.sampled_from([16, 8, 4]))
+@given(_cases(), st.sampled_from([16, 8, 4.5, 4]))  # 4.5: some heads in 8 bits
 def test_equals_the_naive_dense_cache(poisoned, case, bits):
-    n, sizes, retrieval, sink, recent = case
+    n, sizes, retrieval, wide, sink, recent = case
     exact = torch.float32 if bits == 16 else torch.float16
-    shape = _shape(retrieval, bits, sink, recent, exact=exact)
+    shape = _shape(retrieval, int(bits), sink, recent, exact=exact, wide=wide if bits == 4.5 else ())
     tokens = _tokens(shape, n)
     out = _feed(DuoCache(_pool(shape)), tokens, 0, sizes)
     torch.testing.assert_close(out.double(), _dense(shape, tokens), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("sizes", [[640], [1] * 40 + [600], [500] + [1] * 140, [33, 257, 1, 349]])
-def test_fast_kv4_is_within_its_bound(poisoned, sizes):
+@pytest.mark.parametrize(("bits", "wide"), [(4, ()), (4, (1, 1)), (8, ())])
+def test_fast_kernels_are_within_their_bound(poisoned, sizes, bits, wide):
     """bf16 products: 1 % of the outputs' norm, whatever the chunking."""
-    shape = _shape(bits=4, sink=16, recent=100, head_dim=64, exact=torch.float16)
-    shape = CacheShape(**{**shape.__dict__, "compute_dtype": torch.bfloat16})
+    shape = _shape(bits=bits, sink=16, recent=100, head_dim=64, exact=torch.float16, wide=wide)
+    shape = replace(shape, compute_dtype=torch.bfloat16)
     tokens = _tokens(shape, 640)
     out = _feed(DuoCache(_pool(shape)), tokens, 0, sizes).double()
     want = _dense(shape, tokens)
@@ -171,9 +175,7 @@ def test_memory_grows_by_the_planned_bytes_a_token():
     _feed(cache, tokens, 640, [1024])
     assert cache.retrieval_bytes - before == 1024 * shape.bytes_per_token
     assert shape.bytes_per_token == 3 * 2 * (32 + 4)
-    assert cache.pool.blocks * BLOCK * shape.bytes_per_token == sum(
-        t.nbytes for t in (cache.pool._keys, cache.pool._values, cache.pool._scales)
-    )
+    assert cache.pool.blocks * BLOCK * shape.bytes_per_token == sum(t.nbytes for t, _ in cache.pool._stored())
 
 
 def test_recent_window_is_kept_bit_for_bit():

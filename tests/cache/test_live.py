@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -26,8 +28,9 @@ def _step(cache, q, k, v):
 
 
 @pytest.mark.parametrize("start", [0, 1, 47, 127, 300, 383])
-def test_equals_the_plain_cache_through_full_blocks_and_a_token_taken_back(poisoned, start):
-    pool = BlockPool(SHAPE, 16, torch.device("cpu"))
+@pytest.mark.parametrize(("bits", "wide"), [(4, ()), (4, (1, 0, 1)), (4, (2, 0, 0)), (8, ())])
+def test_equals_the_plain_cache_through_full_blocks_and_a_token_taken_back(poisoned, start, bits, wide):
+    pool = BlockPool(replace(SHAPE, bits=bits, wide_heads=wide), 16, torch.device("cpu"))
     pool.release(pool.allocate(3)[1:2])  # so that a sequence's blocks are no run
     plain, live = DuoCache(pool), LiveCache(pool)
     if start:

@@ -40,7 +40,7 @@ def test_too_many_takes_none():
 
 
 def test_read_gives_back_what_was_written_in_any_order_of_ids():
-    pool = _pool(8)
+    (pool,) = _pool(8).stores
     keys, values = torch.randn(2, 1, 3 * BLOCK, 16)
     pool.write(slice(0, 1), [5, 2, 3], keys, values)
     read = list(pool.read(slice(0, 1), [5, 2, 3], 8192))

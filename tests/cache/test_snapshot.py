@@ -14,6 +14,9 @@ SHAPES = {
     "kv4": CacheShape((2, 1), (1, 2), 3, 64, 16, 100, 4, torch.float16, torch.float32),
     "kv4-plain": CacheShape((2, 0), (1, 3), 2, 32, 16, 100, 4, torch.float16, torch.float32),
     "kv8": CacheShape((2, 1), (1, 2), 3, 64, 16, 100, 8, torch.float16, torch.float32),
+    "some heads in 8 bits": CacheShape(
+        (2, 2), (1, 1), 3, 64, 16, 100, 4, torch.float16, torch.float32, wide_heads=(1, 2)
+    ),
     "bf16": CacheShape((2, 1), (0, 1), 3, 64, 16, 100, 16, torch.bfloat16, torch.float32),
     "streaming only": CacheShape((0, 0), (2, 2), 3, 64, 16, 100, 4, torch.float16, torch.float32),
 }
@@ -82,7 +85,7 @@ def test_blocks_in_memory_are_shared_and_never_written_again(tmp_path):
     saved = write_snapshot(tmp_path / "one.kv", cache, _about("one"), lambda: True)
     shared = cache.blocks[:3]
     before = pool.dump(shared)
-    pool._keys[:, shared[1]] = 17  # content of memory wins over the file's
+    pool.stores[0]._keys[:, shared[1]] = 17  # content of memory wins over the file's
     marked = pool.dump(shared)
     assert not torch.equal(before, marked)
     free = pool.free

@@ -19,8 +19,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.mark.parametrize(("head_dim", "group"), [(128, 4), (64, 3)])
 @pytest.mark.parametrize("sizes", [[300] + [1] * 340, [640], [130, 1, 253, 1, 1, 126, 128]])
-def test_kv4_cache_equals_the_dense_one(poisoned, head_dim, group, sizes):
-    shape = CacheShape((2, 1), (1, 2), group, head_dim, 16, 100, 4, torch.float16, torch.float16)
+@pytest.mark.parametrize(("bits", "wide"), [(4, ()), (4, (1, 1)), (8, ())])
+def test_packed_cache_equals_the_dense_one(poisoned, head_dim, group, sizes, bits, wide):
+    shape = CacheShape((2, 1), (1, 2), group, head_dim, 16, 100, bits, torch.float16, torch.float16, wide_heads=wide)
     q = torch.randn(2, 640, 3 * group, head_dim) * 2
     k, v = torch.randn(2, 2, 640, 3, head_dim)
     pool = BlockPool(shape, 16, torch.device("cuda"))
@@ -36,7 +37,7 @@ def test_kv4_cache_equals_the_dense_one(poisoned, head_dim, group, sizes):
         start += size
     out = torch.cat(outs, 1).double().cpu()
     want = torch.stack([dense.attend(shape, i, q[i], k[i], v[i]) for i in range(2)])
-    assert pool.layout.__name__ == "kernels.kv4_pack.fragment"
+    assert {store.layout.__name__ for store in pool.stores} == {"kernels.kv4_pack.fragment"}
     assert (out - want).norm() <= 2e-3 * want.norm()
 
 
@@ -62,7 +63,7 @@ def test_history_in_several_tiles_equals_one(poisoned, monkeypatch):
     whole = read([n])
     for tile in (history.TILE, 2 * 128 * 3):
         monkeypatch.setattr(history, "TILE", tile)
-        monkeypatch.setattr(pool, "history", history.HistoryReader(pool))
+        monkeypatch.setattr(pool.stores[0], "history", history.HistoryReader(pool.stores[0]))
         out = read([1000, 37, 963, 1000])
         assert (out - whole).norm() <= 1e-3 * whole.norm()
 

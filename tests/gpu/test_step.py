@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -106,23 +107,25 @@ def test_heads_get_their_places(poisoned, d, n, turned):
     close(heads, want, 1e-6)
 
 
-@pytest.mark.parametrize("d", fragment.HEAD_DIMS)
-def test_a_full_block_is_packed_as_the_reference_packs_it(poisoned, d):
+@pytest.mark.parametrize(("d", "bits"), [*((d, 4) for d in fragment.HEAD_DIMS), (64, 8), (128, 8)])
+def test_a_full_block_is_packed_as_the_reference_packs_it(poisoned, d, bits):
     exact = torch.randn(2, 3, 2 * BLOCK, d, device=CUDA).half()
     exact[:, 1, 200] = 0.25  # a constant vector
+    vectors, d = exact[:, :, BLOCK:], kv4.width(d, bits)
+    share = kv4.step_share(vectors.shape[-1], bits)
     packed = [torch.randint(256, (3, 9, BLOCK * d // 2), dtype=torch.uint8, device=CUDA) for _ in range(2)]
     packed = [packed[0], packed[1][:, None], torch.rand(3, 9, BLOCK, 4, device=CUDA).half()]
     want = [t.clone() for t in packed]
-    codes, scales = zip(*(kv4.quantize(x[:, BLOCK:], 4) for x in exact), strict=True)
+    codes, scales = zip(*(kv4.quantize(x, bits) for x in vectors), strict=True)
     want[0][:, 7] = fragment.pack_keys(codes[0])
     want[1][:, :, 7] = fragment.pack_values(codes[1])
     want[2][:, 7] = torch.cat(scales, -1)
     table = torch.tensor([4, 7, 0], dtype=torch.int32, device=CUDA)
-    share = kv4.step_share(d, 4)
+    exact = kv4.widen(exact) if bits == 8 else exact
     before = [t.clone() for t in packed]
     for place, expected in ((-1, before), (1, want)):
         full = torch.tensor([place], dtype=torch.int32, device=CUDA)
-        fragment.pack_full((exact[0], exact[1]), tuple(packed), table, full, share)
+        fragment.pack_full((exact[0], exact[1]), tuple(packed), table, full, share, bits == 8)
         assert all(torch.equal(a, b) for a, b in zip(packed, expected, strict=True))
 
 
@@ -137,9 +140,16 @@ def _step(cache, q, k, v):
     return out
 
 
-@pytest.mark.parametrize("start", [0, 1, 47, 127, 300, 383, 5000])
-def test_the_live_cache_equals_the_plain_one(poisoned, start):
-    pool = BlockPool(SHAPE, 64, CUDA)
+@pytest.mark.parametrize(
+    ("start", "bits", "wide"),
+    [
+        *((start, 4, ()) for start in (0, 1, 47, 127, 300, 383, 5000)),
+        *((start, 4, (1, 0, 1)) for start in (0, 300, 5000)),
+        (300, 8, ()),
+    ],
+)
+def test_the_live_cache_equals_the_plain_one(poisoned, start, bits, wide):
+    pool = BlockPool(replace(SHAPE, bits=bits, wide_heads=wide), 64, CUDA)
     pool.release(pool.allocate(3)[1:2])
     plain, live = DuoCache(pool), LiveCache(pool)
     if start:
@@ -166,19 +176,21 @@ def test_the_live_cache_equals_the_plain_one(poisoned, start):
 SIZES = {"vocab_size": 1000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
 MASK = torch.tensor([[0, 0], [1, 0], [1, 1]]).bool().numpy()
+WIDE = torch.tensor([[0, 0], [0, 0], [0, 1]]).bool().numpy()
 
 
-def _decoder(config):
-    how = Build(MASK, W8A8Linear.from_float, DenseLinear, lambda t: t.to(torch.bfloat16), True, True, CUDA)
+def _decoder(config, wide=None):
+    how = Build(MASK, W8A8Linear.from_float, DenseLinear, lambda t: t.to(torch.bfloat16), True, True, CUDA, wide=wide)
     return build_decoder(config, random_tensors(config, CUDA), how)
 
 
-@pytest.fixture(scope="module")
-def tiny():
+@pytest.fixture(scope="module", params=[("kv4", None), ("kv4", WIDE), ("kv8", None)], ids=["kv4", "some wide", "kv8"])
+def tiny(request):
     """A small model of the kind with every kind of layer: no retrieval head, one, all."""
+    kv, wide = request.param
     config = ModelConfig.from_hf({**LLAMA_8B, **SIZES, **HEADS})
-    shape = CacheShape.for_model(config, MASK, "kv4", 16, 60, CUDA)
-    return _decoder(config), BlockPool(shape, 64, CUDA)
+    shape = CacheShape.for_model(config, MASK, kv, 16, 60, CUDA, wide)
+    return _decoder(config, wide), BlockPool(shape, 64, CUDA)
 
 
 def _read(decoder, cache, count):

@@ -115,7 +115,7 @@ def test_blocks_are_restored(poisoned, d, table):
         fragment.unpack_values(values[:, :, table].flatten(2), d),
     )
     steps = scales[:, table].flatten(1, 2).split(1, -1)
-    want = [kv4.dequantize(c, *steps[2 * i : 2 * i + 2], 4, torch.float32) for i, c in enumerate(codes)]
+    want = [kv4.dequantize(c, *steps[2 * i : 2 * i + 2], torch.float32) for i, c in enumerate(codes)]
     packed = Packed(*(x.to(DEVICE) for x in (keys, values, scales, torch.tensor(table, dtype=torch.int32))))
     out = torch.empty(2, heads, len(table) * BLOCK + 7, d, dtype=torch.float16, device=DEVICE)
     fragment_rows.restore(packed, *out[:, :, : len(table) * BLOCK])
@@ -124,31 +124,38 @@ def test_blocks_are_restored(poisoned, d, table):
     assert out[:, :, len(table) * BLOCK :].isnan().all()
 
 
-@pytest.mark.parametrize("d", [64, 128, 256])
-def test_blocks_are_stored(poisoned, d):
-    heads, table = 2, [3, 1]
+@pytest.mark.parametrize(("size", "bits"), [(64, 4), (128, 4), (256, 4), (64, 8), (128, 8)])
+def test_blocks_are_stored(poisoned, size, bits):
+    heads, table, d = 2, [3, 1], kv4.width(size, bits)
     tokens = len(table) * BLOCK
-    parts = torch.randn(2, tokens, heads, d).half() * 3
+    parts = torch.randn(2, tokens, heads, size).half() * 3
     parts[0, 5] = 1.5  # without a range
-    k, v = (x.transpose(0, 1) for x in parts)
+    (k_codes, k_scales), (v_codes, v_scales) = (kv4.quantize(x.transpose(0, 1), bits) for x in parts)
+    k, v = (x.transpose(0, 1) for x in (kv4.widen(parts) if bits == 8 else parts))
     pool = [x.to(DEVICE) for x in _pool(heads, 5, d)]
     packed = Packed(*pool, torch.tensor(table, dtype=torch.int32, device=DEVICE))
     past = torch.empty(2, heads, tokens, d, dtype=torch.float16, device=DEVICE)
-    fragment_rows.store(packed, k.to(DEVICE), v.to(DEVICE), kv4.step_share(d, 4), *past)
-    (k_codes, k_scales), (v_codes, v_scales) = kv4.quantize(k, 4), kv4.quantize(v, 4)
+    share = kv4.step_share(size, bits)
+    fragment_rows.store(packed, k.to(DEVICE), v.to(DEVICE), share, *past, wide=bits == 8)
     for head in range(heads):
         for i, block in enumerate(table):
             part = slice(i * BLOCK, (i + 1) * BLOCK)
             got_k = fragment.unpack_keys(pool[0][head : head + 1, block].cpu(), d)[0]
             got_v = fragment.unpack_values(pool[1][head : head + 1, :, block].cpu(), d)[0]
             for got, codes in ((got_k, k_codes), (got_v, v_codes)):
-                off = (got.int() - codes[head, part].int()).abs()
+                off = (_whole(got, bits) - _whole(codes[head, part], bits)).abs()
                 assert off.max() <= 1 and off.float().mean() < 1e-3
             scales = torch.cat((k_scales, v_scales), -1)[head, part]
             torch.testing.assert_close(pool[2][head, block].cpu(), scales, rtol=2e-3, atol=1e-6)
     back = torch.empty_like(past)
     fragment_rows.restore(packed, *back)
     torch.testing.assert_close(back, past, rtol=0, atol=0)
+
+
+def _whole(codes, bits):
+    codes = codes.int()
+    high, low = codes.chunk(2, -1)
+    return codes if bits == 4 else high * 16 + low
 
 
 def _chunk_reference(q, own, past, first, history, before, scale):

@@ -25,7 +25,8 @@ MODULES: dict[str, Any] = {"decode": decode, "pack": pack, "gemv": gemv, "rows":
 # (module, defines); decode's ring depends on the chip
 CASES: list[tuple[str, dict[str, int]]] = [
     *(("decode", {"HEAD_DIM": d}) for d in pack.HEAD_DIMS),
-    *(("pack", {"HEAD_DIM": d}) for d in pack.HEAD_DIMS),
+    *(("pack", {"HEAD_DIM": d, "WIDE": 0}) for d in pack.HEAD_DIMS),
+    *(("pack", {"HEAD_DIM": d, "WIDE": 1}) for d in (128, 256)),
     *(("place", {"HEAD_DIM": d}) for d in place.HEAD_DIMS),
     ("gemv", {"INT8": 0}),
     ("gemv", {"INT8": 1}),

@@ -22,6 +22,7 @@ from kernels.norm_rope import ref as rope_ref
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
 from models.cache.shape import BLOCK, CacheShape
+from models.cache.store import HeadStore
 from quant import kv4
 
 CPU = torch.device("cpu")
@@ -130,12 +131,14 @@ def test_positions_and_rotation(n, heads, d):
 
 
 @_needs(pack_native.declines(CPU, 64))
-@pytest.mark.parametrize("d", [64, 128])
-def test_blocks_are_packed_bit_for_bit_as_by_the_reference(d):
-    shape = CacheShape((2,), (0,), 2, d, 4, 8, 4, torch.float16, torch.float32)
-    k, v = torch.randn(2, 2, 3 * BLOCK, d).half()
+@pytest.mark.parametrize(("d", "bits"), [(64, 4), (128, 4), (64, 8), (128, 8)])
+def test_blocks_are_packed_bit_for_bit_as_by_the_reference(d, bits):
+    shape = CacheShape((2,), (0,), 2, d, 4, 8, bits, torch.float16, torch.float32)
+    k, v = (torch.randn(2, 2, 3 * BLOCK, d) * torch.logspace(-3, 3, 3 * BLOCK)[:, None]).half()
     k[0, 5] = 0.25  # no range
-    ours, theirs = BlockPool(shape, 5, CPU), BlockPool(shape, 5, CPU)
+    if bits == 8:
+        k, v = kv4.widen(k), kv4.widen(v)
+    ours, theirs = HeadStore(shape, 5, CPU), HeadStore(shape, 5, CPU)
     ids = [3, 0, 4]
     ours.store(slice(0, 2), torch.tensor(ids, dtype=torch.int32), k, v)
     theirs.write(slice(0, 2), ids, k, v)
@@ -155,7 +158,7 @@ def test_held_and_new_tokens_are_joined():
     assert torch.equal(v, torch.cat((held[1, :, 2:5], apart[:, 2:].transpose(0, 1).half()), 1))
 
 
-@_needs(blocks.declines(CPU, 64, 4, torch.bfloat16))
+@_needs(blocks.declines(CPU, 64, True, torch.bfloat16))
 @pytest.mark.parametrize(
     ("sizes", "d", "group", "heads"),
     [
