@@ -64,7 +64,8 @@ def _members(file: _Bounded, name: str, limits: Limits, read_file: codebase.Read
     odd, count, total = 0, 0, 0
     try:
         # As a stream: nothing is looked for by jumping, so every byte that is unpacked counts.
-        with tarfile.open(fileobj=file, mode="r|") as archive:
+        stream: Any = file
+        with tarfile.open(fileobj=stream, mode="r|") as archive:
             for member in archive:
                 limits.check_time(name)
                 count += 1
