@@ -11,6 +11,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +23,7 @@ from benchmarks._report import Bar, at_least, at_most, finish
 from benchmarks.capacity import HEADS, LLAMA_8B, Wrong, full_cache, random_tensors
 from benchmarks.decode import float64_attention, random_history, relative_error
 from kernels.attention_prefill import ROWS
-from kernels.int8_gemm import INT8_GEMM, fused, int_mm, ref
+from kernels.int8_gemm import INT8_GEMM, int_mm, ref
 from models.build import Build, build_decoder
 from models.cache import history
 from models.cache.duo import DuoCache
@@ -94,16 +95,23 @@ def free() -> None:
 
 def milliseconds(run: Callable[[], Any], times: int = 5) -> float:
     """Best of three means over `times` runs."""
-    run()
-    best = float("inf")
+    return in_turns({"": run}, times)[""]
+
+
+def in_turns(runs: dict[str, Callable[[], Any]], times: int = 5) -> dict[str, float]:
+    """Milliseconds of each, the best of three means over `times` runs, in turns: a warm GPU is a slower one."""
+    best = dict.fromkeys(runs, float("inf"))
+    for run in runs.values():
+        run()
     for _ in range(3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(times):
-            run()
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end) / times)
+        for name, run in runs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(times):
+                run()
+            end.record()
+            end.synchronize()
+            best[name] = min(best[name], start.elapsed_time(end) / times)
     return best
 
 
@@ -133,12 +141,15 @@ def attention() -> dict[str, Any]:
     k, v = torch.randn(2, KV_HEADS, MILLION, D, device=DEVICE, dtype=torch.bfloat16)
     choice = ROWS.choose(DEVICE, head_dim=D, dtype=torch.bfloat16).backend
     wide = q.bfloat16()
-    ours, theirs = [], []
-    for _ in range(2):  # in turns: a warm GPU is a slower one
-        ours.append(milliseconds(lambda: pool.history._history(slots, narrow, ids, packed.table), 1))
-        theirs.append(milliseconds(lambda: choice.run.attend(wide, k, v, scale=D**-0.5), 1))
+    times = in_turns(
+        {
+            "packed": lambda: pool.history._history(slots, narrow, ids, packed.table),
+            "bf16": lambda: choice.run.attend(wide, k, v, scale=D**-0.5),
+        },
+        2,
+    )
     flops = 4 * CHUNK * MILLION * KV_HEADS * GROUP * D
-    rates = [flops / min(times) / 1e9 for times in (ours, theirs)]
+    rates = [flops / time / 1e9 for time in times.values()]
     return {
         "kernel": choice.name,
         "error": worst,
@@ -150,17 +161,18 @@ def attention() -> dict[str, Any]:
 
 def gemm() -> dict[str, Any]:
     """bf16 and int8 products of a layer at 8,192 rows; int8 with the quantisation of its bf16 input."""
-    table: dict[str, Any] = {}
+    serves = INT8_GEMM.choose(DEVICE).backend.name
+    table: dict[str, Any] = {"kernel": serves}
     sums = np.zeros(2)
     for name, (outer, inner) in SHAPES.items():
         times = _product_times(name, outer, inner)
-        sums += times["bf16"], times["quantise"] + times["triton"]
+        sums += times["bf16"], times["quantise"] + times[serves]
         tera = 2 * CHUNK * outer * inner / 1e9
         table[name] = {
             "ms": {key: round(value, 4) for key, value in times.items()},
             "bf16_tflops": round(tera / times["bf16"]),
-            "int8_tops": round(tera / times["triton"]),
-            "speedup": round(times["bf16"] / (times["quantise"] + times["triton"]), 3),
+            "int8_tops": round(tera / times[serves]),
+            "speedup": round(times["bf16"] / (times["quantise"] + times[serves]), 3),
         }
     return {**table, "layer_speedup": round(float(sums[0] / sums[1]), 4)}
 
@@ -170,12 +182,12 @@ def _product_times(name: str, outer: int, inner: int) -> dict[str, float]:
     weight = torch.randn(outer, inner, device=DEVICE, dtype=torch.bfloat16) * 0.02
     layer = W8A8Linear.from_float(weight)
     rows = layer.prepare(x)
-    if INT8_GEMM.choose(DEVICE).backend.run is not fused or rows.scale is None:
-        raise Wrong("another int8 product than the one to be measured serves here")
+    if rows.scale is None:
+        raise Wrong("no int8 product serves here")
     codes, token_scale, codes_w, scale_w = rows.values, rows.scale, layer._weight, layer._scale
     some = slice(0, CHUNK, CHUNK // 16)
-    want = ref.matmul(codes[some], codes_w, scale_w) * token_scale[some]
-    error = relative_error(layer(rows)[some], want.double())
+    want = (ref.matmul(codes[some], codes_w, scale_w) * token_scale[some]).double()
+    error = relative_error(layer(rows)[some], want)
     if not error <= 1e-6:
         raise Wrong(f"int8 product {name}: error {error:.1e}")
     torch.cuda.synchronize()
@@ -184,13 +196,36 @@ def _product_times(name: str, outer: int, inner: int) -> dict[str, float]:
     layer.raw(rows)
     if torch.cuda.max_memory_allocated() - held >= 4 * CHUNK * outer:
         raise Wrong(f"int8 product {name}: an int32 result lay in memory")
-    return {
-        "bf16": milliseconds(lambda: x @ weight.T),
-        "quantise": milliseconds(lambda: layer.prepare(x)),
-        "triton": milliseconds(lambda: layer.raw(rows)),
-        "int_mm, int32 alone": milliseconds(lambda: torch._int_mm(codes, codes_w.T)),
-        "int_mm, rescaled": milliseconds(lambda: int_mm.matmul(codes, codes_w, scale_w).mul_(token_scale)),
-    }
+    runs: dict[str, Callable[[], Tensor]] = {}
+    for backend in INT8_GEMM.backends:
+        if hasattr(backend.run, "product") and backend.declines(DEVICE) is None:
+            runs[backend.name] = partial(
+                backend.run.product, codes, token_scale, codes_w, scale_w, None, torch.bfloat16
+            )
+    runs["int_mm, rescaled"] = lambda: int_mm.matmul(codes, codes_w, scale_w).mul_(token_scale)
+    runs |= _bitsandbytes(codes, token_scale, codes_w, scale_w)
+    for label, run in runs.items():
+        error = relative_error(run()[some], want)
+        if not error <= 4e-3:
+            raise Wrong(f"int8 product {name} by {label}: error {error:.1e}")
+    return in_turns(
+        {
+            "bf16": lambda: x @ weight.T,
+            "quantise": lambda: layer.prepare(x),
+            **runs,
+            "int_mm, int32 alone": lambda: torch._int_mm(codes, codes_w.T),
+        }
+    )
+
+
+def _bitsandbytes(codes: Tensor, token_scale: Tensor, weight: Tensor, scale: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """Its int8 product and rescaling, where it is installed."""
+    try:
+        from bitsandbytes.functional import int8_linear_matmul, int8_mm_dequant
+    except ImportError:
+        return {}
+    token, channels = 127 * token_scale[:, 0], 127 * scale  # it keeps the largest value where we keep the step
+    return {"bitsandbytes": lambda: int8_mm_dequant(int8_linear_matmul(codes, weight), token, channels)}
 
 
 def chunking() -> dict[str, float]:
