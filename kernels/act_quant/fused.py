@@ -13,8 +13,14 @@ _LONGEST = 1 << 16  # channels of a row that registers hold
 
 
 def declines(device: torch.device) -> str | None:
-    """Serves CUDA from sm_80 up where Triton is installed."""
-    return missing(device)
+    """Serves CUDA from sm_80 up where Triton is installed and compiles it."""
+    return missing(device, _trial)
+
+
+def _trial(device: torch.device) -> None:
+    x = torch.ones(2, 256, dtype=torch.bfloat16, device=device)
+    quantize_rows(x)
+    gated_quantize(x, None, torch.eye(64, device=device))
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
