@@ -19,22 +19,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from app.engine.warm_up import warm_up
+from benchmarks._llama_8b import WINDOW, Wrong, dense_8b, full_cache, octavo_8b
 from benchmarks._report import Bar, at_least, at_most, finish
-from benchmarks.capacity import HEADS, LLAMA_8B, Wrong, full_cache, random_tensors
 from benchmarks.decode import float64_attention, random_history, relative_error
 from kernels.attention_prefill import ROWS
 from kernels.int8_gemm import INT8_GEMM, int_mm, ref
-from models.build import Build, build_decoder
-from models.cache import history
 from models.cache.duo import DuoCache
+from models.cache.plan import workspace_bytes
 from models.cache.pool import BlockPool
 from models.cache.shape import BLOCK, CacheShape
-from models.config import ModelConfig
 from models.decoder import Decoder
-from quant.w8a8 import DenseLinear, W8A8Linear
+from quant.w8a8 import W8A8Linear
 
 CHUNK, KV_HEADS, GROUP, D = 8192, 4, 4, 128
-MILLION, WINDOW, COMPARED = 1 << 20, 1 << 22, 327_680
+MILLION, COMPARED = 1 << 20, 327_680
 SHAPES = {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (28_672, 4096), "down": (4096, 14_336)}
 DEVICE = torch.device("cuda", 0)
 
@@ -106,6 +105,7 @@ def in_turns(runs: dict[str, Callable[[], Any]], times: int = 5) -> dict[str, fl
     for _ in range(3):
         for name, run in runs.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(2_000_000)  # a millisecond, in which the host gets ahead, as it is in a prefill
             start.record()
             for _ in range(times):
                 run()
@@ -249,20 +249,6 @@ def chunking() -> dict[str, float]:
     return {str(size): relative_error(read(size), whole.double()) for size in (1, 333, 1024)}
 
 
-def _decoder(packed: bool) -> tuple[Decoder, CacheShape]:
-    """The 8B shape as we run it, or in bf16 with full attention in every head."""
-    config = ModelConfig.from_hf(LLAMA_8B)
-    mask = np.arange(8)[None] < (np.array(HEADS)[:, None] if packed else np.full((32, 1), 8))
-    shape = CacheShape.for_model(config, mask, "kv4" if packed else "bf16", 128, 256, DEVICE)
-    make = W8A8Linear.from_float if packed else (lambda w, b: DenseLinear(w.to(torch.bfloat16), b))
-    how = Build(
-        mask, make, DenseLinear, lambda t: t.to(torch.bfloat16), shape.rotated, rotate_residual=packed, device=DEVICE
-    )
-    decoder = build_decoder(config, random_tensors(config, DEVICE), how)
-    free()
-    return decoder, shape
-
-
 def read(decoder: Decoder, cache: DuoCache, until: int, chunk: int = CHUNK) -> tuple[list[int], list[float], float]:
     """Reads random tokens up to `until`: ends of chunks, seconds up to each, and the share that the device was idle.
 
@@ -287,14 +273,14 @@ def read(decoder: Decoder, cache: DuoCache, until: int, chunk: int = CHUNK) -> t
     return ends, seconds, sum(gaps) / seconds[-1]
 
 
-def warm_up(decoder: Decoder, pool: BlockPool) -> None:
-    """Compiles every kernel, those that merge tiles too: for a while a tile is short, so that history fills several."""
-    usual, history.TILE = history.TILE, 64 * BLOCK
+def warmed(decoder: Decoder, shape: CacheShape, tokens: int) -> tuple[BlockPool, DuoCache]:
+    """A pool for `tokens` and an empty cache, after what the program does when it loads a model and one chunk."""
+    pool = BlockPool(shape, tokens // BLOCK, DEVICE)
+    warm_up(decoder, DuoCache(pool))
     cache = DuoCache(pool)
-    read(decoder, cache, 2 * CHUNK)
+    read(decoder, cache, CHUNK)
     cache.release()
-    history.TILE = usual
-    pool.__dict__.pop("history", None)  # its buffers have the short tile's size
+    return pool, DuoCache(pool)
 
 
 def fit(lengths: list[int], seconds: list[float]) -> dict[str, Any]:
@@ -319,11 +305,17 @@ def _predicted(fitted: dict[str, Any], n: int) -> float:
 def whole(million: bool) -> dict[str, Any]:
     """Whole prefills, and single chunks at the ends of the longest window."""
     found: dict[str, Any] = {}
-    decoder, shape = _decoder(packed=True)
-    pool = BlockPool(shape, (MILLION if million else COMPARED) // BLOCK, DEVICE)
-    warm_up(decoder, pool)
-    cache = DuoCache(pool)
+    decoder, shape = octavo_8b(DEVICE)
+    free()
+    pool, cache = warmed(decoder, shape, MILLION if million else COMPARED)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
     ends, seconds, found["idle"] = read(decoder, cache, MILLION if million else COMPARED)
+    found["workspace_mib"] = {
+        "planned": round(workspace_bytes(decoder.config, shape, CHUNK, DEVICE) / 2**20),
+        "used": round((torch.cuda.max_memory_allocated() - held) / 2**20),
+    }
     ours = seconds[ends.index(COMPARED)]
     kv = COMPARED * shape.bytes_per_token + shape.exact_bytes + shape.window_bytes
     if million:
@@ -335,27 +327,13 @@ def whole(million: bool) -> dict[str, Any]:
     cache.release()
     del cache, pool
     free()
-    pool = BlockPool(shape, WINDOW // BLOCK, DEVICE)
-    cache = DuoCache(pool)
-    first = read(decoder, cache, CHUNK)[1][0]
-    cache.release()
-    cache = full_cache(pool, WINDOW - CHUNK)
-    last = read(decoder, cache, WINDOW)[1][0]
-    expected = _predicted(found["fit"], WINDOW) - _predicted(found["fit"], WINDOW - CHUNK)
-    found["window"] = {
-        "first_chunk_s": round(first, 3),
-        "last_chunk_s": round(last, 3),
-        "last_chunk_from_fit_s": round(expected, 3),
-        "off_fit": abs(expected / last - 1),
-        "total_from_fit_s": round(_predicted(found["fit"], WINDOW), 1),
-        "total_from_its_chunks_s": round((first + last) / 2 * WINDOW / CHUNK, 1),
-    }
-    del cache, pool, decoder
+    found["window"] = _window(decoder, shape, found["fit"])
+    del decoder
     free()
-    decoder, shape = _decoder(packed=False)
-    pool = BlockPool(shape, COMPARED // BLOCK, DEVICE)
-    warm_up(decoder, pool)
-    theirs = read(decoder, DuoCache(pool), COMPARED)[1][-1]
+    decoder, shape = dense_8b(DEVICE)
+    free()
+    _, cache = warmed(decoder, shape, COMPARED)
+    theirs = read(decoder, cache, COMPARED)[1][-1]
     full = COMPARED * shape.bytes_per_token + shape.exact_bytes
     return found | {
         "ours_320k_s": round(ours, 2),
@@ -363,4 +341,22 @@ def whole(million: bool) -> dict[str, Any]:
         "speedup_320k": theirs / ours,
         "kv_share_320k": kv / full,
         "chunk": CHUNK,
+    }
+
+
+def _window(decoder: Decoder, shape: CacheShape, fitted: dict[str, Any]) -> dict[str, Any]:
+    """The first and the last chunk of the longest window at their own places, and what the fit says of them."""
+    pool, cache = warmed(decoder, shape, WINDOW)
+    first = read(decoder, cache, CHUNK)[1][0]
+    cache.release()
+    cache = full_cache(pool, WINDOW - CHUNK)
+    last = read(decoder, cache, WINDOW)[1][0]
+    expected = _predicted(fitted, WINDOW) - _predicted(fitted, WINDOW - CHUNK)
+    return {
+        "first_chunk_s": round(first, 3),
+        "last_chunk_s": round(last, 3),
+        "last_chunk_from_fit_s": round(expected, 3),
+        "off_fit": abs(expected / last - 1),
+        "total_from_fit_s": round(_predicted(fitted, WINDOW), 1),
+        "total_from_its_chunks_s": round((first + last) / 2 * WINDOW / CHUNK, 1),
     }

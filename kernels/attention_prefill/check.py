@@ -1,4 +1,4 @@
-"""A library's attention is tried before it serves: a build for another torch does not load, one elsewhere cannot compile."""
+"""A library's attention is tried before it serves: it may not load beside this torch, or not compile here."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kernels.attention_prefill import ref
 def wrong(
     attend: Callable[..., tuple[Tensor, Tensor]], device: torch.device, head_dim: int, dtype: torch.dtype
 ) -> str | None:
-    """Why `attend`, as `ref.attend_rows`, cannot serve, or None. Tried with fewer queries than keys under a causal mask.
+    """Why `attend`, as `ref.attend_rows`, cannot serve, or None.
 
-    An older flash-attn aligns that mask elsewhere.
+    Tried with fewer queries than keys under a causal mask, which an older flash-attn aligns elsewhere.
     """
     generator = torch.Generator(device).manual_seed(0)
     q = torch.randn(70, 4, head_dim, device=device, generator=generator).to(dtype)
