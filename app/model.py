@@ -113,6 +113,8 @@ def open_model(settings: Settings, progress: LoadProgress) -> OpenModel:
     if settings.mode == "duo" and settings.kv == "kv4" and (warning := key_warning(checkpoint)):
         note = f"{note} {warning}".strip()
     runner = build_runner(checkpoint, pattern, settings, lambda done: progress("Reading the weights", 0.1 + 0.8 * done))
+    progress("Preparing the kernels", 0.92)
+    runner.warm_up()
     plan = runner.plan
     return OpenModel(
         name=files.name,

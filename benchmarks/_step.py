@@ -14,7 +14,6 @@ from itertools import islice, pairwise
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -24,8 +23,8 @@ from app.engine.graph import DecodeGraph
 from app.engine.sampler import Sampler
 from app.engine.sizing import resolve_shape
 from app.engine.types import SamplingParams
-from benchmarks.capacity import CARD, HEADS, LLAMA_8B, WINDOW, Wrong, full_cache, random_tensors
-from models.build import Build, build_decoder
+from benchmarks._llama_8b import LLAMA_8B, WINDOW, Wrong, full_cache, octavo_8b, synthetic_pattern
+from benchmarks.capacity import CARD
 from models.cache.duo import DuoCache
 from models.cache.live import LiveCache
 from models.cache.pool import BlockPool
@@ -33,8 +32,6 @@ from models.cache.sequence import StepCache
 from models.cache.shape import BLOCK, CacheShape
 from models.config import ModelConfig
 from models.decoder import Decoder
-from models.heads import HeadPattern
-from quant.w8a8 import DenseLinear, W8A8Linear
 
 K = 1 << 10
 OURS = (64 * K, 128 * K, 256 * K, 320 * K, 512 * K, 768 * K, 1024 * K, 2048 * K, WINDOW)
@@ -51,14 +48,9 @@ def step_figures(attend: Attend) -> dict[str, Any]:
 
     attend: the fastest full attention of this machine: q [heads, d], k, v [n, kv_heads, d] in bf16.
     """
-    config = ModelConfig.from_hf(LLAMA_8B)
     device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.set_per_process_memory_fraction(CARD / torch.cuda.get_device_properties(device).total_memory)
-    scores = np.arange(8)[None] < np.array(HEADS)[:, None]
-    pattern = HeadPattern(scores.astype(float), 128, 256, "synthetic")
-    mask, shape = resolve_shape(config, pattern, Settings(), device)
-    how = Build(mask, W8A8Linear.from_float, DenseLinear, lambda t: t.to(torch.bfloat16), shape.rotated, True, device)
-    decoder = build_decoder(config, random_tensors(config, device), how)
+    decoder, shape = octavo_8b(device)
     _free()
     figures = _ours(decoder, shape)
     _free()
@@ -66,7 +58,7 @@ def step_figures(attend: Attend) -> dict[str, Any]:
     figures["expanded_ms"] = {EXPANDED: _expanded(decoder, attend)}
     del decoder
     _free()
-    figures["dense_ms"] = _dense(config, attend)
+    figures["dense_ms"] = _dense(ModelConfig.from_hf(LLAMA_8B), attend)
     _free()
     return figures
 
@@ -201,8 +193,7 @@ def _expanded(decoder: Decoder, attend: Attend) -> float:
     """The design that keeps 4 bits but expands all of them to bf16 buffers in every layer of every step."""
     from benchmarks._expand import ExpandedCache  # Triton comes with torch on a GPU only
 
-    synthetic = HeadPattern((np.arange(8)[None] < np.array(HEADS)[:, None]).astype(float), 128, 256, "synthetic")
-    _, shape = resolve_shape(decoder.config, synthetic, Settings(), decoder.device)
+    _, shape = resolve_shape(decoder.config, synthetic_pattern(), Settings(), decoder.device)
     cache = ExpandedCache(shape, EXPANDED, decoder.device, attend)
     cache.check()
     token = torch.ones(1, dtype=torch.int64, device=decoder.device)

@@ -9,50 +9,26 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from app.config import Settings
 from app.engine.graph import DecodeGraph
 from app.engine.sizing import fit, resolve_shape
+from benchmarks._llama_8b import LLAMA_8B, WINDOW, Wrong, full_cache, synthetic_pattern, w8a8_decoder
 from benchmarks._report import at_least, at_most, finish
-from models.build import Build, build_decoder
 from models.cache.duo import DuoCache
 from models.cache.live import LiveCache
 from models.cache.pool import BlockPool
 from models.cache.shape import BLOCK
 from models.config import ModelConfig
 from models.heads import HeadPattern
-from quant.w8a8 import DenseLinear, W8A8Linear
 
 CARD = int(79.15 * 2**30)
-WINDOW = 4_194_304
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "vocab_size": 128_256,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": WINDOW,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 45_845_420_000.0,
-}
-# Retrieval heads a layer of the published Gradient-4194k pattern at 50 %: without that pattern, as many in each layer.
-HEADS = (2, 1, 3, 0, 2, 5, 2, 4, 5, 3, 4, 4, 1, 6, 4, 5, 5, 6, 4, 3, 6, 4, 5, 5, 5, 5, 5, 6, 5, 5, 8, 0)
 DECODED = 12
-
-
-class Wrong(Exception):
-    """The cache does not give back what is in it, so neither its size nor its speed means anything."""
 
 
 def main(argv: list[str]) -> int:
@@ -67,19 +43,12 @@ def main(argv: list[str]) -> int:
     device = torch.device("cuda", 0)
     torch.cuda.set_per_process_memory_fraction(CARD / torch.cuda.get_device_properties(0).total_memory)
     config = ModelConfig.from_hf(LLAMA_8B)
-    if args.pattern is not None:
-        pattern = HeadPattern.load(args.pattern)
-    else:
-        scores = np.arange(8)[None] < np.array(HEADS)[:, None]
-        pattern = HeadPattern(scores.astype(float), 128, 256, "synthetic")
+    pattern = synthetic_pattern() if args.pattern is None else HeadPattern.load(args.pattern)
     settings = Settings()
     mask, shape = resolve_shape(config, pattern, settings, device)
     plan, chunk = fit(config, shape, settings, device, CARD)
 
-    how = Build(
-        mask, W8A8Linear.from_float, DenseLinear, lambda t: t.to(torch.bfloat16), shape.rotated, True, device=device
-    )
-    decoder = build_decoder(config, random_tensors(config, device), how)
+    decoder = w8a8_decoder(config, mask, shape.rotated, device)
     pool = BlockPool(shape, -(-plan.context // BLOCK), device)
     graph = DecodeGraph(decoder, LiveCache(pool))
     cache = full_cache(pool, plan.context - chunk - DECODED)
@@ -125,30 +94,6 @@ def main(argv: list[str]) -> int:
     print(details)
     finish("capacity", argv, bars, details, args.json, torch.get_num_threads())
     return 0 if all(bar.holds for bar in bars) else 1
-
-
-def random_tensors(config: ModelConfig, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    torch.manual_seed(0)
-    for name, shape in config.tensor_shapes().items():
-        tensor = torch.randn(shape, device=device, dtype=torch.bfloat16)
-        yield name, tensor.mul_(0.02) if len(shape) == 2 else tensor.abs_()
-
-
-def full_cache(pool: BlockPool, length: int) -> DuoCache:
-    """A cache of `length` tokens whose every byte is random and whose every scale is of a usual size."""
-    cache = DuoCache(pool)
-    cache.reserve(length)
-    (store,) = pool.stores
-    for codes in (store._keys, store._values):
-        for head in codes:
-            head.random_(0, 256)
-    for head in store._scales:
-        head.normal_(0, 0.02)
-        head[..., 0::2].abs_().add_(0.1)
-    for exact in cache.exact():
-        exact.normal_()
-    cache.length = length
-    return cache
 
 
 def _check(cache: DuoCache, depth: float) -> None:

@@ -22,17 +22,14 @@ from app.config import Settings
 from app.embedded import embedded_model_path
 from app.engine.sizing import CHUNKS, resolve_shape
 from app.engine.snapshots import SnapshotStore
+from benchmarks._llama_8b import Wrong, octavo_8b
 from benchmarks._report import at_least, finish
-from benchmarks.capacity import HEADS, LLAMA_8B, Wrong, random_tensors
-from models.build import Build, build_decoder, load_decoder
+from models.build import load_decoder
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
 from models.cache.shape import BLOCK, CacheShape
 from models.checkpoint import open_checkpoint
-from models.config import ModelConfig
 from models.decoder import Decoder
-from models.heads import HeadPattern
-from quant.w8a8 import DenseLinear, W8A8Linear
 
 FOLLOWING = 64  # tokens read behind the document, by both caches
 
@@ -103,18 +100,12 @@ def main(argv: list[str]) -> int:
 
 
 def _model(device: torch.device) -> tuple[Decoder, CacheShape]:
-    settings = Settings()
     if device.type == "cpu":
+        settings = Settings()
         checkpoint = open_checkpoint(embedded_model_path())
         mask, shape = resolve_shape(checkpoint.config, None, settings, device)
         return load_decoder(checkpoint, mask, settings.weights, shape, device), shape
-    config = ModelConfig.from_hf(LLAMA_8B)
-    scores = np.arange(8)[None] < np.array(HEADS)[:, None]
-    mask, shape = resolve_shape(config, HeadPattern(scores.astype(float), 128, 256, "synthetic"), settings, device)
-    how = Build(
-        mask, W8A8Linear.from_float, DenseLinear, lambda t: t.to(torch.bfloat16), shape.rotated, True, device=device
-    )
-    return build_decoder(config, random_tensors(config, device), how), shape
+    return octavo_8b(device)
 
 
 def _read(decoder: Decoder, cache: DuoCache, ids: torch.Tensor, chunk: int) -> float:

@@ -11,6 +11,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,22 +19,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from app.engine.warm_up import warm_up
+from benchmarks._llama_8b import WINDOW, Wrong, dense_8b, full_cache, octavo_8b
 from benchmarks._report import Bar, at_least, at_most, finish
-from benchmarks.capacity import HEADS, LLAMA_8B, Wrong, full_cache, random_tensors
 from benchmarks.decode import float64_attention, random_history, relative_error
 from kernels.attention_prefill import ROWS
-from kernels.int8_gemm import INT8_GEMM, fused, int_mm, ref
-from models.build import Build, build_decoder
-from models.cache import history
+from kernels.int8_gemm import INT8_GEMM, int_mm, ref
 from models.cache.duo import DuoCache
+from models.cache.plan import workspace_bytes
 from models.cache.pool import BlockPool
 from models.cache.shape import BLOCK, CacheShape
-from models.config import ModelConfig
 from models.decoder import Decoder
-from quant.w8a8 import DenseLinear, W8A8Linear
+from quant.w8a8 import W8A8Linear
 
 CHUNK, KV_HEADS, GROUP, D = 8192, 4, 4, 128
-MILLION, WINDOW, COMPARED = 1 << 20, 1 << 22, 327_680
+MILLION, COMPARED = 1 << 20, 327_680
 SHAPES = {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (28_672, 4096), "down": (4096, 14_336)}
 DEVICE = torch.device("cuda", 0)
 
@@ -94,16 +94,24 @@ def free() -> None:
 
 def milliseconds(run: Callable[[], Any], times: int = 5) -> float:
     """Best of three means over `times` runs."""
-    run()
-    best = float("inf")
+    return in_turns({"": run}, times)[""]
+
+
+def in_turns(runs: dict[str, Callable[[], Any]], times: int = 5) -> dict[str, float]:
+    """Milliseconds of each, the best of three means over `times` runs, in turns: a warm GPU is a slower one."""
+    best = dict.fromkeys(runs, float("inf"))
+    for run in runs.values():
+        run()
     for _ in range(3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(times):
-            run()
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end) / times)
+        for name, run in runs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(2_000_000)  # a millisecond, in which the host gets ahead, as it is in a prefill
+            start.record()
+            for _ in range(times):
+                run()
+            end.record()
+            end.synchronize()
+            best[name] = min(best[name], start.elapsed_time(end) / times)
     return best
 
 
@@ -133,12 +141,15 @@ def attention() -> dict[str, Any]:
     k, v = torch.randn(2, KV_HEADS, MILLION, D, device=DEVICE, dtype=torch.bfloat16)
     choice = ROWS.choose(DEVICE, head_dim=D, dtype=torch.bfloat16).backend
     wide = q.bfloat16()
-    ours, theirs = [], []
-    for _ in range(2):  # in turns: a warm GPU is a slower one
-        ours.append(milliseconds(lambda: pool.history._history(slots, narrow, ids, packed.table), 1))
-        theirs.append(milliseconds(lambda: choice.run.attend(wide, k, v, scale=D**-0.5), 1))
+    times = in_turns(
+        {
+            "packed": lambda: pool.history._history(slots, narrow, ids, packed.table),
+            "bf16": lambda: choice.run.attend(wide, k, v, scale=D**-0.5),
+        },
+        2,
+    )
     flops = 4 * CHUNK * MILLION * KV_HEADS * GROUP * D
-    rates = [flops / min(times) / 1e9 for times in (ours, theirs)]
+    rates = [flops / time / 1e9 for time in times.values()]
     return {
         "kernel": choice.name,
         "error": worst,
@@ -150,17 +161,18 @@ def attention() -> dict[str, Any]:
 
 def gemm() -> dict[str, Any]:
     """bf16 and int8 products of a layer at 8,192 rows; int8 with the quantisation of its bf16 input."""
-    table: dict[str, Any] = {}
+    serves = INT8_GEMM.choose(DEVICE).backend.name
+    table: dict[str, Any] = {"kernel": serves}
     sums = np.zeros(2)
     for name, (outer, inner) in SHAPES.items():
         times = _product_times(name, outer, inner)
-        sums += times["bf16"], times["quantise"] + times["triton"]
+        sums += times["bf16"], times["quantise"] + times[serves]
         tera = 2 * CHUNK * outer * inner / 1e9
         table[name] = {
             "ms": {key: round(value, 4) for key, value in times.items()},
             "bf16_tflops": round(tera / times["bf16"]),
-            "int8_tops": round(tera / times["triton"]),
-            "speedup": round(times["bf16"] / (times["quantise"] + times["triton"]), 3),
+            "int8_tops": round(tera / times[serves]),
+            "speedup": round(times["bf16"] / (times["quantise"] + times[serves]), 3),
         }
     return {**table, "layer_speedup": round(float(sums[0] / sums[1]), 4)}
 
@@ -170,12 +182,12 @@ def _product_times(name: str, outer: int, inner: int) -> dict[str, float]:
     weight = torch.randn(outer, inner, device=DEVICE, dtype=torch.bfloat16) * 0.02
     layer = W8A8Linear.from_float(weight)
     rows = layer.prepare(x)
-    if INT8_GEMM.choose(DEVICE).backend.run is not fused or rows.scale is None:
-        raise Wrong("another int8 product than the one to be measured serves here")
+    if rows.scale is None:
+        raise Wrong("no int8 product serves here")
     codes, token_scale, codes_w, scale_w = rows.values, rows.scale, layer._weight, layer._scale
     some = slice(0, CHUNK, CHUNK // 16)
-    want = ref.matmul(codes[some], codes_w, scale_w) * token_scale[some]
-    error = relative_error(layer(rows)[some], want.double())
+    want = (ref.matmul(codes[some], codes_w, scale_w) * token_scale[some]).double()
+    error = relative_error(layer(rows)[some], want)
     if not error <= 1e-6:
         raise Wrong(f"int8 product {name}: error {error:.1e}")
     torch.cuda.synchronize()
@@ -184,13 +196,36 @@ def _product_times(name: str, outer: int, inner: int) -> dict[str, float]:
     layer.raw(rows)
     if torch.cuda.max_memory_allocated() - held >= 4 * CHUNK * outer:
         raise Wrong(f"int8 product {name}: an int32 result lay in memory")
-    return {
-        "bf16": milliseconds(lambda: x @ weight.T),
-        "quantise": milliseconds(lambda: layer.prepare(x)),
-        "triton": milliseconds(lambda: layer.raw(rows)),
-        "int_mm, int32 alone": milliseconds(lambda: torch._int_mm(codes, codes_w.T)),
-        "int_mm, rescaled": milliseconds(lambda: int_mm.matmul(codes, codes_w, scale_w).mul_(token_scale)),
-    }
+    runs: dict[str, Callable[[], Tensor]] = {}
+    for backend in INT8_GEMM.backends:
+        if hasattr(backend.run, "product") and backend.declines(DEVICE) is None:
+            runs[backend.name] = partial(
+                backend.run.product, codes, token_scale, codes_w, scale_w, None, torch.bfloat16
+            )
+    runs["int_mm, rescaled"] = lambda: int_mm.matmul(codes, codes_w, scale_w).mul_(token_scale)
+    runs |= _bitsandbytes(codes, token_scale, codes_w, scale_w)
+    for label, run in runs.items():
+        error = relative_error(run()[some], want)
+        if not error <= 4e-3:
+            raise Wrong(f"int8 product {name} by {label}: error {error:.1e}")
+    return in_turns(
+        {
+            "bf16": lambda: x @ weight.T,
+            "quantise": lambda: layer.prepare(x),
+            **runs,
+            "int_mm, int32 alone": lambda: torch._int_mm(codes, codes_w.T),
+        }
+    )
+
+
+def _bitsandbytes(codes: Tensor, token_scale: Tensor, weight: Tensor, scale: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """Its int8 product and rescaling, where it is installed."""
+    try:
+        from bitsandbytes.functional import int8_linear_matmul, int8_mm_dequant
+    except ImportError:
+        return {}
+    token, channels = 127 * token_scale[:, 0], 127 * scale  # it keeps the largest value where we keep the step
+    return {"bitsandbytes": lambda: int8_mm_dequant(int8_linear_matmul(codes, weight), token, channels)}
 
 
 def chunking() -> dict[str, float]:
@@ -212,20 +247,6 @@ def chunking() -> dict[str, float]:
 
     whole = read(n)
     return {str(size): relative_error(read(size), whole.double()) for size in (1, 333, 1024)}
-
-
-def _decoder(packed: bool) -> tuple[Decoder, CacheShape]:
-    """The 8B shape as we run it, or in bf16 with full attention in every head."""
-    config = ModelConfig.from_hf(LLAMA_8B)
-    mask = np.arange(8)[None] < (np.array(HEADS)[:, None] if packed else np.full((32, 1), 8))
-    shape = CacheShape.for_model(config, mask, "kv4" if packed else "bf16", 128, 256, DEVICE)
-    make = W8A8Linear.from_float if packed else (lambda w, b: DenseLinear(w.to(torch.bfloat16), b))
-    how = Build(
-        mask, make, DenseLinear, lambda t: t.to(torch.bfloat16), shape.rotated, rotate_residual=packed, device=DEVICE
-    )
-    decoder = build_decoder(config, random_tensors(config, DEVICE), how)
-    free()
-    return decoder, shape
 
 
 def read(decoder: Decoder, cache: DuoCache, until: int, chunk: int = CHUNK) -> tuple[list[int], list[float], float]:
@@ -252,14 +273,14 @@ def read(decoder: Decoder, cache: DuoCache, until: int, chunk: int = CHUNK) -> t
     return ends, seconds, sum(gaps) / seconds[-1]
 
 
-def warm_up(decoder: Decoder, pool: BlockPool) -> None:
-    """Compiles every kernel, those that merge tiles too: for a while a tile is short, so that history fills several."""
-    usual, history.TILE = history.TILE, 64 * BLOCK
+def warmed(decoder: Decoder, shape: CacheShape, tokens: int) -> tuple[BlockPool, DuoCache]:
+    """A pool for `tokens` and an empty cache, after what the program does when it loads a model and one chunk."""
+    pool = BlockPool(shape, tokens // BLOCK, DEVICE)
+    warm_up(decoder, DuoCache(pool))
     cache = DuoCache(pool)
-    read(decoder, cache, 2 * CHUNK)
+    read(decoder, cache, CHUNK)
     cache.release()
-    history.TILE = usual
-    pool.__dict__.pop("history", None)  # its buffers have the short tile's size
+    return pool, DuoCache(pool)
 
 
 def fit(lengths: list[int], seconds: list[float]) -> dict[str, Any]:
@@ -284,11 +305,17 @@ def _predicted(fitted: dict[str, Any], n: int) -> float:
 def whole(million: bool) -> dict[str, Any]:
     """Whole prefills, and single chunks at the ends of the longest window."""
     found: dict[str, Any] = {}
-    decoder, shape = _decoder(packed=True)
-    pool = BlockPool(shape, (MILLION if million else COMPARED) // BLOCK, DEVICE)
-    warm_up(decoder, pool)
-    cache = DuoCache(pool)
+    decoder, shape = octavo_8b(DEVICE)
+    free()
+    pool, cache = warmed(decoder, shape, MILLION if million else COMPARED)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
     ends, seconds, found["idle"] = read(decoder, cache, MILLION if million else COMPARED)
+    found["workspace_mib"] = {
+        "planned": round(workspace_bytes(decoder.config, shape, CHUNK, DEVICE) / 2**20),
+        "used": round((torch.cuda.max_memory_allocated() - held) / 2**20),
+    }
     ours = seconds[ends.index(COMPARED)]
     kv = COMPARED * shape.bytes_per_token + shape.exact_bytes + shape.window_bytes
     if million:
@@ -300,27 +327,13 @@ def whole(million: bool) -> dict[str, Any]:
     cache.release()
     del cache, pool
     free()
-    pool = BlockPool(shape, WINDOW // BLOCK, DEVICE)
-    cache = DuoCache(pool)
-    first = read(decoder, cache, CHUNK)[1][0]
-    cache.release()
-    cache = full_cache(pool, WINDOW - CHUNK)
-    last = read(decoder, cache, WINDOW)[1][0]
-    expected = _predicted(found["fit"], WINDOW) - _predicted(found["fit"], WINDOW - CHUNK)
-    found["window"] = {
-        "first_chunk_s": round(first, 3),
-        "last_chunk_s": round(last, 3),
-        "last_chunk_from_fit_s": round(expected, 3),
-        "off_fit": abs(expected / last - 1),
-        "total_from_fit_s": round(_predicted(found["fit"], WINDOW), 1),
-        "total_from_its_chunks_s": round((first + last) / 2 * WINDOW / CHUNK, 1),
-    }
-    del cache, pool, decoder
+    found["window"] = _window(decoder, shape, found["fit"])
+    del decoder
     free()
-    decoder, shape = _decoder(packed=False)
-    pool = BlockPool(shape, COMPARED // BLOCK, DEVICE)
-    warm_up(decoder, pool)
-    theirs = read(decoder, DuoCache(pool), COMPARED)[1][-1]
+    decoder, shape = dense_8b(DEVICE)
+    free()
+    _, cache = warmed(decoder, shape, COMPARED)
+    theirs = read(decoder, cache, COMPARED)[1][-1]
     full = COMPARED * shape.bytes_per_token + shape.exact_bytes
     return found | {
         "ours_320k_s": round(ours, 2),
@@ -328,4 +341,22 @@ def whole(million: bool) -> dict[str, Any]:
         "speedup_320k": theirs / ours,
         "kv_share_320k": kv / full,
         "chunk": CHUNK,
+    }
+
+
+def _window(decoder: Decoder, shape: CacheShape, fitted: dict[str, Any]) -> dict[str, Any]:
+    """The first and the last chunk of the longest window at their own places, and what the fit says of them."""
+    pool, cache = warmed(decoder, shape, WINDOW)
+    first = read(decoder, cache, CHUNK)[1][0]
+    cache.release()
+    cache = full_cache(pool, WINDOW - CHUNK)
+    last = read(decoder, cache, WINDOW)[1][0]
+    expected = _predicted(fitted, WINDOW) - _predicted(fitted, WINDOW - CHUNK)
+    return {
+        "first_chunk_s": round(first, 3),
+        "last_chunk_s": round(last, 3),
+        "last_chunk_from_fit_s": round(expected, 3),
+        "off_fit": abs(expected / last - 1),
+        "total_from_fit_s": round(_predicted(fitted, WINDOW), 1),
+        "total_from_its_chunks_s": round((first + last) / 2 * WINDOW / CHUNK, 1),
     }

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from benchmarks._llama_8b import LLAMA_8B
 from benchmarks._report import Bar, at_most, finish
-from benchmarks.capacity import LLAMA_8B
 from models.config import ModelConfig
 
 _SYMBOLS = ["Ċ", "Ġ", *map(chr, range(0x21, 0x7F))]  # bytes of plain text, a token each

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ try:
 except ImportError:
     triton = tl = None
 
-    def jit(function: Callable[..., Any]) -> Any:
+    def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         """Leaves a kernel that nobody will launch as it is."""
-        return function
+        return function if function is not None else lambda kernel: kernel
 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run as plain Python, on a CPU too: for tests
@@ -25,12 +26,24 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run as plain 
 __all__ = ["INTERPRETED", "jit", "missing", "tl", "triton"]
 
 
-def missing(device: torch.device) -> str | None:
-    """Why Triton kernels cannot serve on a device, or None."""
+def missing(device: torch.device, trial: Callable[..., object] | None = None, *shape: int) -> str | None:
+    """Why Triton kernels cannot serve on a device, or None. `trial(device, *shape)` launches them: once, to see."""
     if triton is None:
         return "Triton is not installed"
     if INTERPRETED:
         return None
     if device.type != "cuda":
         return f"CUDA only, not {device.type}"
-    return None if torch.cuda.get_device_capability(device) >= (8, 0) else "needs sm_80 or newer"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "needs sm_80 or newer"
+    return None if trial is None else _failure(trial, device, *shape)
+
+
+@cache
+def _failure(trial: Callable[..., object], device: torch.device, *shape: int) -> str | None:
+    try:
+        trial(device, *shape)
+        torch.cuda.synchronize(device)
+    except Exception as error:  # a compiler, a missing header or the driver: each fails in its own way
+        return f"does not run here ({(str(error) or repr(error)).splitlines()[0]})"
+    return None

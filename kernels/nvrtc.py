@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -81,6 +81,23 @@ def unusable(device: torch.device) -> str | None:
     return None if torch.cuda.get_device_capability(device) >= (8, 0) else "needs compute capability 8.0"
 
 
+def indexed(device: torch.device) -> torch.device:
+    """A CUDA device by its number."""
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+
+def cannot_load(device: torch.device, load: Callable[[], object]) -> str | None:
+    """Why a kernel cannot run on a CUDA device, or None: it is compiled and loaded once to see."""
+    reason = unusable(device)
+    if reason:
+        return reason
+    try:
+        load()
+    except (CudaError, ValueError, OSError) as error:
+        return f"cannot be compiled: {str(error).splitlines()[0]}"
+    return None
+
+
 def _check(code: int) -> None:
     if code:
         text = ctypes.c_char_p()
@@ -127,16 +144,36 @@ def _cubin(path: Path, defines: dict[str, int], arch: str) -> bytes:
     return held[: -compiled.CHECKSUM]
 
 
+TensorMap = ctypes.c_ubyte * 128  # CUtensorMap
+
+
+def rows_in_boxes(rows: torch.Tensor, box: tuple[int, int]) -> ctypes.Array[ctypes.c_ubyte]:
+    """A TensorMap for Hopper's copy engine: bytes [n, d] in boxes of rows and at most 128 bytes, in their swizzle.
+
+    What a box has beyond the edge is zero. Rows begin at multiples of 16 bytes.
+    """
+    n, d = rows.shape
+    assert rows.element_size() == 1 and rows.stride(1) == 1
+    sizes, strides = (ctypes.c_uint64 * 2)(d, n), (ctypes.c_uint64 * 1)(rows.stride(0))
+    boxes, steps = (ctypes.c_uint32 * 2)(box[1], box[0]), (ctypes.c_uint32 * 2)(1, 1)
+    room = (ctypes.c_ubyte * (128 + 64))()  # the driver wants the map at a multiple of 64 bytes
+    at = -(-ctypes.addressof(room) // 64) * 64
+    address, encode = ctypes.c_void_p(rows.data_ptr()), _driver().cuTensorMapEncodeTiled
+    _check(encode(ctypes.c_void_p(at), 0, 2, address, sizes, strides, boxes, steps, 0, 3, 3, 0))
+    return TensorMap.from_buffer_copy(ctypes.string_at(at, 128))
+
+
 class Program:
     """The kernels of one source on one device, compiled with `defines`."""
 
-    def __init__(self, path: Path, defines: dict[str, int], device: torch.device) -> None:
+    def __init__(self, path: Path, defines: dict[str, int], device: torch.device, features: str = "") -> None:
+        """features: "a" for what only this very architecture has, such as sm_90's products of warpgroups."""
         self.device = device
         self._enter()
         major, minor = torch.cuda.get_device_capability(device)
         self.early = major >= 9  # whether a kernel may start while the one in front of it still runs
         self._shared: dict[str, int] = {}  # the most dynamic memory that each kernel was allowed
-        cubin = _cubin(path, defines, f"sm_{major}{minor}")
+        cubin = _cubin(path, defines, f"sm_{major}{minor}{features}")
         self._module = ctypes.c_void_p()
         with torch.cuda.device(device):
             _check(_driver().cuModuleLoadData(ctypes.byref(self._module), cubin))

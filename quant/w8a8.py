@@ -110,7 +110,7 @@ class W8A8Linear:
             or self._scale.shape[0] % 32
         ):
             return None
-        out: Tensor = self._gemm.gated_product(rows.values, rows.scale, self._weight, self._scale)
+        out: Tensor | None = self._gemm.gated_product(rows.values, rows.scale, self._weight, self._scale)
         return out
 
     def prepare_turned(self, x: Tensor, turn: Tensor | None) -> Rows:

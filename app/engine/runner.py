@@ -22,6 +22,7 @@ from app.engine.sampler import Sampler, check_token
 from app.engine.sizing import fit, free_bytes, peak_bytes, resolve_shape, usable
 from app.engine.snapshots import LEAST_TOKENS, SnapshotStore
 from app.engine.types import Mark, Memory, SamplingParams
+from app.engine.warm_up import warm_up
 from app.errors import ContextTooLong
 from kernels import compiled
 from models.build import load_decoder
@@ -287,6 +288,10 @@ class Runner:
                 self.graph = DecodeGraph(self.decoder, LiveEndless(shape, rope, device))
         elif LiveCache.serves(self.pool):
             self.graph = DecodeGraph(self.decoder, LiveCache(self.pool, self.evidence_heads))
+
+    def warm_up(self) -> None:
+        """Compiles what the first prompt would wait for; call it before any request runs."""
+        warm_up(self.decoder, self.new_cache())
 
     def make_room(self, take: Callable[[], T]) -> T:
         """Does what takes blocks, letting go of the oldest kept prefixes where the pool is full."""

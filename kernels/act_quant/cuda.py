@@ -30,8 +30,10 @@ class _Params(ctypes.Structure):
 
 
 def declines(device: torch.device) -> str | None:
-    """Serves CUDA from compute capability 8.0 on."""
-    return nvrtc.unusable(device) if device.type == "cuda" else f"CUDA only, not {device.type}"
+    """Serves CUDA from compute capability 8.0 on where it compiles."""
+    if device.type != "cuda":
+        return f"CUDA only, not {device.type}"
+    return nvrtc.cannot_load(device, lambda: _program(nvrtc.indexed(device)))
 
 
 @cache

@@ -5,18 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.act_quant.ref import turned_quantize
+from kernels.act_quant import ref
 from kernels.jit import jit, missing, tl, triton
-
-__all__ = ["declines", "gated_quantize", "quantize_rows", "rms_norm_quantize", "turned_quantize"]
 
 _TINY = 1e-12  # as in the reference
 _LONGEST = 1 << 16  # channels of a row that registers hold
 
 
 def declines(device: torch.device) -> str | None:
-    """Serves CUDA from sm_80 up where Triton is installed."""
-    return missing(device)
+    """Serves CUDA from sm_80 up where Triton is installed and compiles it."""
+    return missing(device, _trial)
+
+
+def _trial(device: torch.device) -> None:
+    x = torch.ones(2, 256, dtype=torch.bfloat16, device=device)
+    quantize_rows(x)
+    gated_quantize(x, None, torch.eye(64, device=device))
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,27 +35,43 @@ def rms_norm_quantize(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Ten
 
 def gated_quantize(product: Tensor, scale: Tensor | None, turn: Tensor | None) -> tuple[Tensor, Tensor]:
     """As `ref.gated_quantize`; leaves `product` as it is."""
-    n, width = product.shape[0], product.shape[1] // 2
-    block = 64 if turn is None else turn.shape[0]
-    if turn is not None and (block < 16 or block & (block - 1)):
-        from kernels.act_quant import ref
-
+    if not _turns(turn):
         return ref.gated_quantize(product.float(), scale, turn)
-    assert product.stride(1) == 1
-    codes = product.new_empty(n, width, dtype=torch.int8)
-    steps = product.new_empty(n, 1, dtype=torch.float32)
-    _gated[(n,)](
-        product,
-        product if scale is None else scale,
-        product if turn is None else turn,
+    return _blocks(product, scale, turn, product.shape[1] // 2, gated=True)
+
+
+def turned_quantize(x: Tensor, turn: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `ref.turned_quantize`; x of any float dtype, and left as it is."""
+    if turn is None:
+        return quantize_rows(x)
+    if not _turns(turn):
+        return ref.turned_quantize(x.float(), turn)
+    return _blocks(x, None, turn, x.shape[1], gated=False)
+
+
+def _turns(turn: Tensor | None) -> bool:
+    """Whether the kernel has a product for a rotation of this size."""
+    return turn is None or (turn.shape[0] >= 16 and not turn.shape[0] & (turn.shape[0] - 1))
+
+
+def _blocks(x: Tensor, scale: Tensor | None, turn: Tensor | None, width: int, gated: bool) -> tuple[Tensor, Tensor]:
+    n, block = x.shape[0], 64 if turn is None else turn.shape[0]
+    assert x.stride(1) == 1
+    codes = x.new_empty(n, width, dtype=torch.int8)
+    steps = x.new_empty(n, 1, dtype=torch.float32)
+    _turned[(n,)](
+        x,
+        x if scale is None else scale,
+        x if turn is None else turn,
         codes,
         steps,
         width,
-        product.stride(0),
+        x.stride(0),
+        GATED=gated,
         SCALED=scale is not None,
         TURNED=turn is not None,
         # bf16 holds a Hadamard matrix of 4^n channels exactly, and what comes in bf16 loses nothing that counts.
-        NARROW=product.dtype == torch.bfloat16 and block in (16, 64, 256),
+        NARROW=x.dtype == torch.bfloat16 and block in (16, 64, 256),
         BLOCKS=triton.next_power_of_2(triton.cdiv(width, block)),
         BLOCK=block,
         TINY=_TINY,
@@ -121,14 +141,15 @@ def _quantize(
 
 
 @jit
-def _gated(
-    product,
+def _turned(
+    x,
     scale,
     turn,
     codes,
     steps,
     width,
     stride,
+    GATED: tl.constexpr,
     SCALED: tl.constexpr,
     TURNED: tl.constexpr,
     NARROW: tl.constexpr,
@@ -139,14 +160,15 @@ def _gated(
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None]
     inside = channel < width
-    at = product + row * stride + channel
-    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+    at = x + row * stride + channel
+    out = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     factor = 1.0
     if SCALED:
         factor = tl.load(scale + row)
-        gate *= factor
-    out = gate / (1.0 + tl.exp(-gate)) * up
+    if GATED:
+        up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+        gate = out * factor
+        out = gate / (1.0 + tl.exp(-gate)) * up
     if TURNED:
         inner = tl.arange(0, BLOCK)
         matrix = tl.load(turn + inner[:, None] * BLOCK + inner[None])

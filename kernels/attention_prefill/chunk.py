@@ -24,7 +24,15 @@ def declines(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | N
         return f"head size {head_dim} is not one of {HEAD_DIMS}"
     if dtype not in (torch.float16, torch.bfloat16) and not INTERPRETED:
         return f"{dtype} is not fp16 or bf16"
-    return missing(device)
+    return missing(device, _trial, head_dim)
+
+
+def _trial(device: torch.device, head_dim: int) -> None:
+    x = torch.ones(1, 2 * BLOCK, head_dim, dtype=torch.float16, device=device)
+    q, lse = torch.ones(BLOCK, 2, head_dim, dtype=torch.float16, device=device), torch.zeros(BLOCK, 2, device=device)
+    attend_chunk(q, (x, x), (x, x), (x, x), (q, lse), BLOCK, 1.0, torch.empty_like(q))
+    attend_window(q, (x, x), (x, x), BLOCK, 0, 4, 20, 1.0, torch.empty_like(q))
+    merge((q, lse), (q, lse), (torch.empty_like(q), torch.empty_like(lse)))
 
 
 def _shape(device: torch.device, d: int) -> dict[str, int]:
@@ -33,6 +41,12 @@ def _shape(device: torch.device, d: int) -> dict[str, int]:
     if hopper and d <= 128:
         return {"N": 128, "STAGES": 2, "num_warps": 8}
     return {"N": 64 if d <= 128 else 32, "STAGES": 2 if d <= 128 or hopper else 1, "num_warps": 8}
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    """Of rows and heads, as the tensors have them, one behind the other."""
+    assert all(t.stride(2) == 1 for t in tensors)
+    return [t.stride(axis) for t in tensors for axis in (0, 1)]
 
 
 def attend_chunk(
@@ -58,7 +72,6 @@ def attend_chunk(
     older, older_lse = history if history is not None else (q, q)
     front = first if first is not None else own
     tensors = (q, *own, *past, *front, older, out)
-    assert all(t.stride(2) == 1 for t in tensors)
     _chunk[(blocks, heads)](
         *tensors,
         older_lse,
@@ -66,25 +79,8 @@ def attend_chunk(
         own[0].shape[1],
         before,
         scale * _LOG2E,
-        q.stride(0),
-        q.stride(1),
-        own[0].stride(0),
-        own[0].stride(1),
-        own[1].stride(0),
-        own[1].stride(1),
-        past[0].stride(0),
-        past[0].stride(1),
-        past[1].stride(0),
-        past[1].stride(1),
-        front[0].stride(0),
-        front[0].stride(1),
-        front[1].stride(0),
-        front[1].stride(1),
-        older.stride(0),
-        older.stride(1),
+        *_strides(*tensors),
         older_lse.stride(0),
-        out.stride(0),
-        out.stride(1),
         GROUP=heads // kv_heads,
         FIRST=first is not None,
         HISTORY=history is not None,
@@ -112,12 +108,9 @@ def attend_window(
     """
     n, heads, d = q.shape
     kv_heads = run[0].shape[0]
-    assert all(t.stride(2) == 1 for t in (q, *sinks, *run, out))
+    tensors = (q, *sinks, *run, out)
     _window[(triton.cdiv(n, BLOCK), heads)](
-        q,
-        *sinks,
-        *run,
-        out,
+        *tensors,
         n,
         length,
         run_from,
@@ -125,18 +118,7 @@ def attend_window(
         sink,
         recent,
         scale * _LOG2E,
-        q.stride(0),
-        q.stride(1),
-        sinks[0].stride(0),
-        sinks[0].stride(1),
-        sinks[1].stride(0),
-        sinks[1].stride(1),
-        run[0].stride(0),
-        run[0].stride(1),
-        run[1].stride(0),
-        run[1].stride(1),
-        out.stride(0),
-        out.stride(1),
+        *_strides(*tensors),
         GROUP=heads // kv_heads,
         D=d,
         M=BLOCK,
@@ -175,7 +157,7 @@ def _take(total, mass, top, scores, value):
     return total, mass, peak
 
 
-@jit
+@jit(do_not_specialize=["n", "filled", "before", "older_lse_row"])  # one kernel for chunks and layers of any size
 def _chunk(
     q,
     own_k,
@@ -207,9 +189,9 @@ def _chunk(
     first_v_row,
     older_row,
     older_head,
-    older_lse_row,
     out_row,
     out_head,
+    older_lse_row,
     GROUP: tl.constexpr,
     FIRST: tl.constexpr,
     HISTORY: tl.constexpr,
@@ -262,7 +244,7 @@ def _chunk(
     tl.store(at, (total / mass[:, None]).to(out.dtype.element_ty), mask=asked[:, None])
 
 
-@jit
+@jit(do_not_specialize=["n", "length", "run_from", "sinks", "sink", "recent"])
 def _window(
     q,
     sink_k,
@@ -339,7 +321,7 @@ def _window(
     tl.store(at, (total / mass[:, None]).to(out.dtype.element_ty), mask=asked[:, None])
 
 
-@jit
+@jit(do_not_specialize=["rows"])
 def _merge(x, x_lse, y, y_lse, z, z_lse, rows, D: tl.constexpr, ROWS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows

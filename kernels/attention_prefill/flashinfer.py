@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from kernels.attention_prefill.check import wrong
+
 
 @dataclass(frozen=True)
 class FlashInfer:
@@ -38,7 +40,7 @@ class FlashInfer:
             return "flashinfer-python is not installed"
         if not _compiler():
             return "FlashInfer compiles its kernels, and there is no nvcc"
-        return None
+        return wrong(self.attend, device, head_dim, dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False) -> tuple[Tensor, Tensor]:
         """As `ref.attend_rows`."""

@@ -27,14 +27,14 @@ class _Params(ctypes.Structure):
 
 
 def declines(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
-    """Serves CUDA from compute capability 8.0 on, for int8 and bf16 rows of whole 16 bytes."""
+    """Serves CUDA from compute capability 8.0 on where it compiles, for int8 and bf16 rows of whole 16 bytes."""
     if device.type != "cuda":
         return f"CUDA only, not {device.type}"
     if dtype not in (torch.int8, torch.bfloat16):
         return f"int8 and bf16 only, not {dtype}"
     if width * dtype.itemsize % 16 or width * dtype.itemsize > LONGEST:
         return f"rows of {width} are not whole 16 bytes, or longer than {LONGEST} bytes"
-    return nvrtc.unusable(device)
+    return nvrtc.cannot_load(device, lambda: _plan(nvrtc.indexed(device), dtype == torch.int8, width * dtype.itemsize))
 
 
 @cache

@@ -13,8 +13,14 @@ _L2_ROWS = 16  # row tiles that are walked together, so that the weight's tiles 
 
 
 def declines(device: torch.device) -> str | None:
-    """Serves CUDA from sm_80 up where Triton is installed."""
-    return missing(device)
+    """Serves CUDA from sm_80 up where Triton is installed and compiles it."""
+    return missing(device, _trial)
+
+
+def _trial(device: torch.device) -> None:
+    codes, weight = (torch.zeros(size, 128, dtype=torch.int8, device=device) for size in (128, 64))
+    token, scale = torch.ones(128, 1, device=device), torch.ones(64, device=device)
+    add_product_(product(codes, token, weight, scale, None), codes, token, weight, scale, None)
 
 
 def prepack(weight: Tensor) -> Tensor:
@@ -95,7 +101,7 @@ def _launch(
     )
 
 
-@jit
+@jit(do_not_specialize=["m"])  # one kernel for every length of a chunk
 def _gemm(
     a,
     b,

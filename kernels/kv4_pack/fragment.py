@@ -35,14 +35,14 @@ class _Params(ctypes.Structure):
 
 
 def declines(device: torch.device, head_dim: int, group: int = 1) -> str | None:
-    """Serves CUDA from compute capability 8.0 on, for the usual head sizes and up to 8 query heads a KV head."""
+    """Serves CUDA from compute capability 8.0 on where it compiles, usual head sizes, up to 8 query heads a KV head."""
     if device.type != "cuda":
         return f"CUDA only, not {device.type}"
     if head_dim not in HEAD_DIMS:
         return f"head size {head_dim} is not one of {HEAD_DIMS}"
     if group > LARGEST_GROUP:
         return f"{group} query heads share a KV head, more than {LARGEST_GROUP}"
-    return nvrtc.unusable(device)
+    return nvrtc.cannot_load(device, lambda: _kernel(nvrtc.indexed(device), head_dim))
 
 
 def value_panels(head_dim: int) -> int:

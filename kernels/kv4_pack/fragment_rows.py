@@ -17,8 +17,19 @@ HEAD_DIMS = (64, 128, 256)  # powers of two
 
 
 def declines(device: torch.device, head_dim: int) -> str | None:
-    """Serves the fragment layout where Triton does, for head sizes that are powers of two."""
-    return missing(device) if head_dim in HEAD_DIMS else f"head size {head_dim} is not one of {HEAD_DIMS}"
+    """Serves the fragment layout where Triton does and compiles it, for head sizes that are powers of two."""
+    if head_dim not in HEAD_DIMS:
+        return f"head size {head_dim} is not one of {HEAD_DIMS}"
+    return missing(device, _trial, head_dim)
+
+
+def _trial(device: torch.device, head_dim: int) -> None:
+    keys = torch.empty(1, 1, BLOCK * head_dim // 2, dtype=torch.uint8, device=device)
+    scales = torch.empty(1, 1, BLOCK, 4, dtype=torch.float16, device=device)
+    packed = Packed(keys, keys[:, None].clone(), scales, torch.zeros(1, dtype=torch.int32, device=device))
+    x = torch.zeros(1, BLOCK, head_dim, dtype=torch.float16, device=device)
+    store(packed, x, x, 1 / 15, x.clone(), x.clone())
+    restore(packed, x, x.clone())
 
 
 def store(
@@ -111,7 +122,7 @@ def _back(codes, step, middle):
     return (codes.to(tl.float32) - 8.0) * step.to(tl.float32)[:, None] + middle.to(tl.float32)[:, None]
 
 
-@jit
+@jit(do_not_specialize=["table"])  # a sequence's list is read from any place on
 def _quantize(
     keys,
     values,
@@ -161,7 +172,7 @@ def _quantize(
         tl.store(back_at, _back(found, step, middle).to(past_k.dtype.element_ty))
 
 
-@jit
+@jit(do_not_specialize=["table"])
 def _pack(
     codes,
     key_words,
@@ -194,7 +205,7 @@ def _pack(
     tl.store(words + head * words_head + (block * 4 + tile % 4) * (4 * D) + place, packed)
 
 
-@jit
+@jit(do_not_specialize=["table"])
 def _restore(
     key_words,
     value_words,

@@ -14,8 +14,13 @@ _HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 def declines(device: torch.device) -> str | None:
-    """Serves CUDA from sm_80 up where Triton is installed."""
-    return missing(device)
+    """Serves CUDA from sm_80 up where Triton is installed and compiles it."""
+    return missing(device, _trial)
+
+
+def _trial(device: torch.device) -> None:
+    table = torch.ones(3, 32, dtype=torch.complex64, device=device)
+    place(torch.ones(3, 4, 64, dtype=torch.float16, device=device), table, 3, ((0, 1),), torch.eye(64, device=device))
 
 
 def place(heads: Tensor, table: Tensor, placed: int, turned: Sequence[tuple[int, int]], turn: Tensor) -> None:
@@ -49,7 +54,7 @@ def place(heads: Tensor, table: Tensor, placed: int, turned: Sequence[tuple[int,
     )
 
 
-@jit
+@jit(do_not_specialize=["n", "first", "first_end", "second", "second_end"])  # chunks and layers differ in these alone
 def _place(
     heads,
     table,

@@ -32,9 +32,9 @@ def declines(shape: CacheShape, device: torch.device) -> str | None:
     """Why this way of reading a chunk cannot serve a cache, or None."""
     if device.type != "cuda":
         return f"CUDA only, not {device.type}"
-    if shape.exact_dtype != shape.compute_dtype:
-        return f"keys are kept in {shape.exact_dtype} and used in {shape.compute_dtype}"
-    for width in {part.width for part in shape.parts if part.bits < 16}:
+    if reason := unfit(shape):
+        return reason
+    for width in _packed_widths(shape):
         reason = (
             fragment.declines(device, width, shape.group)
             or fragment_rows.declines(device, width)
@@ -43,6 +43,24 @@ def declines(shape: CacheShape, device: torch.device) -> str | None:
         if reason:
             return reason
     return chunk.declines(device, shape.head_dim, shape.compute_dtype)
+
+
+def unfit(shape: CacheShape) -> str | None:
+    """Why no GPU could read chunks of a cache in this way, or None."""
+    if shape.exact_dtype != shape.compute_dtype:
+        return f"keys are kept in {shape.exact_dtype} and used in {shape.compute_dtype}"
+    if shape.compute_dtype.itemsize != 2:
+        return f"{shape.compute_dtype} is not fp16 or bf16"
+    for width in _packed_widths(shape):
+        if width not in fragment_rows.HEAD_DIMS or width not in chunk.HEAD_DIMS:
+            return f"packed vectors of {width} channels"
+        if shape.group > fragment.LARGEST_GROUP:
+            return f"{shape.group} query heads share a KV head, more than {fragment.LARGEST_GROUP}"
+    return None if shape.head_dim in chunk.HEAD_DIMS else f"head size {shape.head_dim}"
+
+
+def _packed_widths(shape: CacheShape) -> set[int]:
+    return {part.width for part in shape.parts if part.bits < 16}
 
 
 def scratch_bytes(shape: CacheShape) -> int:
@@ -55,6 +73,7 @@ class HistoryReader:
     """Reads chunks for every sequence of a pool, one at a time; heads of 8 bits come widened."""
 
     def __init__(self, store: HeadStore) -> None:
+        self.tile = TILE  # a smaller one takes more merging
         self._kept = store
         self._shape = store.shape
         self._scale = store.shape.scale
@@ -135,7 +154,7 @@ class HistoryReader:
             yield from self._kept.read(slots, ids, len(ids) * BLOCK)
             return
         heads, d = slots.stop - slots.start, self._shape.width
-        step = TILE // heads // BLOCK
+        step = max(1, self.tile // heads // BLOCK)
         working = torch.cuda.current_stream(self._kept.device)
         self._unpacking.wait_stream(working)  # what was written before, and who still reads the buffers
         free: list[torch.cuda.Event | None] = [None, None]

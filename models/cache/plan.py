@@ -87,10 +87,11 @@ def weights_bytes(config: ModelConfig, weights: str, device: torch.device) -> in
 
 def workspace_bytes(config: ModelConfig, shape: CacheShape, chunk: int, device: torch.device) -> int:
     """Bytes of activations and scratch while a chunk of `chunk` tokens is read, at its widest point."""
-    # What `history.declines` asks of a shape; the device may not be here. Endless mode has no history, and fp32 heads.
-    narrow = shape.compute_dtype.itemsize == 2 and any(shape.retrieval_heads)
-    if device.type == "cuda" and narrow:
-        return _direct_bytes(config, shape, chunk)
+    if device.type == "cuda" and any(shape.retrieval_heads):  # endless mode has no history, and fp32 heads
+        # Where there is a GPU it is asked; where there is none, kernels that such a shape can have are expected there.
+        why = history.declines(shape, device) if torch.cuda.is_available() else history.unfit(shape)
+        if why is None:
+            return _direct_bytes(config, shape, chunk)
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     residual = 4 * config.hidden_size
     held = 4 * heads + 4 * config.num_heads * config.head_dim  # q, k, v and the attended heads live to the layer's end

@@ -13,7 +13,7 @@ from app.engine import graph as graph_module
 from app.engine.graph import DecodeGraph, Live
 from app.engine.sampler import Sampler
 from app.engine.types import SamplingParams
-from benchmarks.capacity import LLAMA_8B, random_tensors
+from benchmarks._llama_8b import LLAMA_8B, random_tensors
 from models.build import Build, build_decoder
 from models.cache.duo import DuoCache
 from models.cache.endless import EndlessCache

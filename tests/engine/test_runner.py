@@ -13,7 +13,7 @@ from app.engine.runner import build_runner
 from app.engine.sizing import fit, resolve_shape
 from app.engine.types import SamplingParams
 from app.errors import ContextTooLong
-from benchmarks.capacity import LLAMA_8B
+from benchmarks._llama_8b import LLAMA_8B
 from models.build import load_decoder
 from models.cache.plan import plan_memory
 from models.cache.shape import BLOCK, CacheShape

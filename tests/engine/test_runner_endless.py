@@ -8,7 +8,7 @@ from app.embedded import embedded_model_path
 from app.engine.runner import build_runner
 from app.engine.sizing import fit, resolve_shape
 from app.errors import UsageError
-from benchmarks.capacity import LLAMA_8B
+from benchmarks._llama_8b import LLAMA_8B
 from models.cache.endless import EndlessCache
 from models.cache.plan import SNAPSHOTS, workspace_bytes
 from models.checkpoint import open_checkpoint

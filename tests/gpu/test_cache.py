@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.capacity import LLAMA_8B
+from benchmarks._llama_8b import LLAMA_8B
 from models.build import Build, build_decoder
 from models.cache import history
 from models.cache.duo import DuoCache

@@ -12,7 +12,7 @@ import torch
 from app.engine.graph import DecodeGraph
 from app.engine.sampler import Sampler
 from app.engine.types import SamplingParams
-from benchmarks.capacity import LLAMA_8B, random_tensors
+from benchmarks._llama_8b import LLAMA_8B, random_tensors
 from kernels.act_quant import cuda as rows
 from kernels.act_quant import ref as rows_ref
 from kernels.gemv import cuda as gemv

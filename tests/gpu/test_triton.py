@@ -82,6 +82,14 @@ def test_gated(poisoned, rows, d, block, scaled):
     _same_codes(out, act_ref.gated_quantize(product.clone(), scale, turn))
 
 
+@pytest.mark.parametrize(("rows", "d", "block"), [(3, 128, 64), (2, 1536, 64), (2, 96, 32), (3, 90, 6), (2, 128, None)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_turned(poisoned, rows, d, block, dtype):
+    x = (_randn(rows, d) * 3).to(dtype)
+    turn = None if block is None else kv4.rotation(block).to(DEVICE)
+    _same_codes(act_fused.turned_quantize(x.clone(), turn), act_ref.turned_quantize(x.float(), turn))
+
+
 @pytest.mark.parametrize("d", [64, 96, 128])
 @pytest.mark.parametrize("turned", [(), ((0, 9),), ((0, 2), (6, 1))])
 def test_heads_are_placed(poisoned, d, turned):

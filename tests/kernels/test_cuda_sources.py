@@ -15,15 +15,23 @@ from kernels import nvrtc
 from kernels.act_quant import cuda as rows
 from kernels.attention_decode import fragment as decode
 from kernels.gemv import cuda as gemv
+from kernels.int8_gemm import wgmma
 from kernels.kv4_pack import fragment as pack
 from kernels.norm_rope import cuda as place
 
 # Shared memory that a CTA may have, in bytes; every one has 65,536 registers.
 CHIPS = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90": 227 * 1024}
 REGISTERS = 65_536
-MODULES: dict[str, Any] = {"decode": decode, "pack": pack, "gemv": gemv, "rows": rows, "place": place}
+MODULES: dict[str, Any] = {
+    "decode": decode,
+    "pack": pack,
+    "gemv": gemv,
+    "rows": rows,
+    "place": place,
+    "wgmma": wgmma,
+}
 # (module, defines); decode's ring depends on the chip
-CASES: list[tuple[str, dict[str, int]]] = [
+EVERYWHERE: list[tuple[str, dict[str, int]]] = [
     *(("decode", {"HEAD_DIM": d}) for d in pack.HEAD_DIMS),
     *(("pack", {"HEAD_DIM": d, "WIDE": 0}) for d in pack.HEAD_DIMS),
     *(("pack", {"HEAD_DIM": d, "WIDE": 1}) for d in (128, 256)),
@@ -32,6 +40,8 @@ CASES: list[tuple[str, dict[str, int]]] = [
     ("gemv", {"INT8": 1}),
     ("rows", {}),
 ]
+CASES = [(name, defines, chip) for name, defines in EVERYWHERE for chip in CHIPS]
+CASES += [("wgmma", {"KIND": kind}, "sm_90") for kind in range(5)]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -56,6 +66,9 @@ def test_constants_are_the_same() -> None:
     assert f"WARPS = {gemv.WARPS};" in source["gemv"]
     assert f"DEPTH = {gemv.SPAN // 512};" in source["gemv"]
     assert f"WARPS * 32, {gemv.CTAS})" in source["gemv"]
+    assert f"M = {wgmma.ROWS}, N = {wgmma.COLUMNS}, K = {wgmma.STEP};" in source["wgmma"]
+    assert f"STAGES = {wgmma.STAGES};" in source["wgmma"]
+    assert f"THREADS = {wgmma.THREADS};" in source["wgmma"]
 
 
 def test_there_is_no_other_source() -> None:
@@ -64,8 +77,7 @@ def test_there_is_no_other_source() -> None:
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize(("name", "defines"), CASES)
+@pytest.mark.parametrize(("name", "defines", "chip"), CASES)
 def test_compiles_without_spills_within_the_chips_limits(
     tmp_path: Path, name: str, defines: dict[str, int], chip: str
 ) -> None:
@@ -74,7 +86,8 @@ def test_compiles_without_spills_within_the_chips_limits(
         chosen = decode.tuning(defines["HEAD_DIM"], CHIPS[chip])
         defines = {**defines, "WARPS": chosen.warps, "STAGES": chosen.stages}
     flags = [f"-D{key}={value}" for key, value in defines.items()] + [f"-I{Path(nvrtc.__file__).parent}"]
-    command = ["nvcc", "-std=c++17", f"-arch={chip}", *flags, "-Xptxas=-v", "-cubin", "-o", str(tmp_path / "x")]
+    target = "-gencode=arch=compute_90a,code=sm_90a" if name == "wgmma" else f"-arch={chip}"
+    command = ["nvcc", "-std=c++17", target, *flags, "-Xptxas=-v", "-cubin", "-o", str(tmp_path / "x")]
     done = subprocess.run([*command, str(MODULES[name].SOURCE)], capture_output=True, text=True, check=False)
     report = done.stdout + done.stderr
     assert done.returncode == 0, report
@@ -104,4 +117,5 @@ def launches(name: str, defines: dict[str, int], chip: str) -> dict[str, tuple[i
         "pack": {"kv4_pack": (pack.PACK_THREADS, 0, 1)},
         "place": {"place": (place.WARPS * 32, 0, 1)},
         "gemv": {"gemv": (gemv.WARPS * 32, gemv.LONGEST, gemv.CTAS)},
+        "wgmma": {"gemm": (wgmma.THREADS, wgmma.SHARED, 1)},
     }[name]
