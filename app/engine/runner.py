@@ -377,7 +377,8 @@ def _snapshots(checkpoint: Checkpoint, mask: np.ndarray, settings: Settings, poo
             settings.weights,
             mask.tobytes(),
             pool.shape,
-            [store.layout.__name__ for store in pool.stores],
+            # The panels of one layout differ by the processor's vectors.
+            [(store.layout.__name__, store.layout.value_panels(pool.shape.head_dim)) for store in pool.stores],
             pool.device.type,
         )
         return SnapshotStore(folder, hashlib.sha256(repr(traits).encode()).hexdigest()[:32], int(quota * 1e9))
