@@ -7,7 +7,10 @@ import binascii
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Sequence
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -35,6 +38,9 @@ _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _OPEN = "/health"  # for load balancers and supervisors, which have no key
 _READS = ("GET", "HEAD", "OPTIONS")
 MAX_BODY = 64 << 20  # of a request that is no upload: ten times a prompt of 4 million tokens is far less
+_FREE_ATTEMPTS = 5  # wrong ones before there is a wait; it doubles from 1 s with each one more
+_LONGEST_WAIT_S = 60.0
+_REMEMBERED = 10_000  # addresses
 _UPLOAD_ROOM = 1 << 20  # what a form adds to its file
 
 
@@ -44,6 +50,14 @@ class Access:
     def __init__(self, people: Sequence[str] = (), keys: Sequence[str] = ()) -> None:
         self._people = tuple(people)
         self._keys = tuple(keys)
+
+    @staticmethod
+    def claimed(headers: Headers) -> str | None:
+        """Whose password, or that a key, is given; None where nothing is."""
+        kind, _, value = headers.get("authorization", "").partition(" ")
+        if not value.strip():
+            return None
+        return "user " + _decoded(value).partition(":")[0] if kind.lower() == "basic" else "key"
 
     def owner(self, headers: Headers, api: bool) -> str | None:
         """A name for whoever sends these headers, under which files are kept; None when they may not ask.
@@ -60,6 +74,10 @@ class Access:
         # On this machine keys guard the API alone, and the page stays as it was.
         return "everyone" if not api and not self._people else None
 
+    def knows(self, claimed: str) -> bool:
+        """Whether somebody has the name that `claimed` gave."""
+        return any(claimed == "user " + person.partition(":")[0] for person in self._people)
+
     @property
     def asks_password(self) -> bool:
         """Whether people have passwords."""
@@ -69,6 +87,35 @@ class Access:
 def owner_of(request: Request) -> str:
     """Whoever sent a request, as Access named them."""
     return str(request.scope.get("octavo.owner", "everyone"))
+
+
+class Attempts:
+    """Wrong passwords and keys by the address that they came from: after a few, each next one has to wait longer.
+
+    Whoever else asks is not held up: other addresses, and other people's names from the same one.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._failed: OrderedDict[tuple[str, str], tuple[int, float]] = OrderedDict()  # how many, and when the next may
+
+    def wait(self, address: str, claimed: str) -> float:
+        """Seconds until another attempt is looked at; 0 for none."""
+        _, until = self._failed.get((_network(address), claimed), (0, 0.0))
+        return max(0.0, until - self._clock())
+
+    def failed(self, address: str, claimed: str) -> None:
+        """An attempt was wrong."""
+        place = (_network(address), claimed)
+        number = self._failed.pop(place, (0, 0.0))[0] + 1
+        pause = min(_LONGEST_WAIT_S, 2.0 ** (number - _FREE_ATTEMPTS)) if number >= _FREE_ATTEMPTS else 0.0
+        self._failed[place] = number, self._clock() + pause
+        while len(self._failed) > _REMEMBERED:
+            self._failed.popitem(last=False)
+
+    def succeeded(self, address: str, claimed: str) -> None:
+        """An attempt was right: what was wrong before no longer counts."""
+        self._failed.pop((_network(address), claimed), None)
 
 
 class Guard:
@@ -83,6 +130,7 @@ class Guard:
         self.local = local
         self.names = _LOCAL_NAMES | {host}
         self.access = access or Access()
+        self.attempts = Attempts()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -114,9 +162,16 @@ class Guard:
         if changes and origin is not None and urlsplit(origin).netloc != host:
             return _refuse(403, "Pages of other sites may not send anything here.", api)
         if path != _OPEN:
+            address, claimed = (scope.get("client") or ("", 0))[0], self._counted(headers)
+            if claimed is not None and (wait := self.attempts.wait(address, claimed)):
+                return _too_often(wait, api)
             owner = self.access.owner(headers, api)
             if owner is None:
+                if claimed is not None:
+                    self.attempts.failed(address, claimed)
                 return self._ask_for_credentials(api)
+            if claimed is not None and owner != "everyone":
+                self.attempts.succeeded(address, claimed)
             if not self.local and owner == "everyone":
                 return _refuse(403, "The page is served to people with a password only: start with --auth.", api)
             scope["octavo.owner"] = owner
@@ -124,6 +179,11 @@ class Guard:
         if not length.isdecimal() or int(length) > self._limit(path):
             return _refuse(413, f"The request is larger than {self._limit(path) >> 20} MiB, the limit.", api)
         return None
+
+    def _counted(self, headers: Headers) -> str | None:
+        """Under which name an attempt counts; names that nobody has share one, so that there are few."""
+        claimed = self.access.claimed(headers)
+        return claimed if claimed is None or claimed == "key" or self.access.knows(claimed) else "nobody"
 
     def _ask_for_credentials(self, api: bool) -> Response:
         response = _refuse(401, "A key or a password is needed: Authorization: Bearer KEY, or Basic.", api)
@@ -144,6 +204,19 @@ def is_local(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _network(address: str) -> str:
+    """An address, or the network that one customer has of the newer kind: he could take any address in it."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv6Address):
+        if found.ipv4_mapped is not None:
+            return str(found.ipv4_mapped)
+        return str(ipaddress.ip_network((found, 64), strict=False))
+    return address
 
 
 def _matching(given: str, known: Sequence[str]) -> str | None:
@@ -177,9 +250,19 @@ def _limited(receive: Receive, limit: int) -> Receive:
     return counted
 
 
+def _too_often(wait: float, api: bool) -> Response:
+    seconds = math.ceil(wait)
+    response = _refuse(
+        429, f"Too many wrong passwords or keys from this address. Wait {seconds} s, then try again.", api
+    )
+    response.headers["Retry-After"] = str(seconds)
+    return response
+
+
 def _refuse(status: int, message: str, api: bool) -> Response:
     if not api:
         return PlainTextResponse(message, status)
-    kind = "authentication_error" if status == 401 else "permission_error" if status == 403 else "invalid_request_error"
-    code = "invalid_api_key" if status == 401 else None
+    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error")
+    code = {401: "invalid_api_key", 429: "too_many_attempts"}.get(status)
     return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": code}}, status)

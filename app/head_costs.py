@@ -86,7 +86,8 @@ class Heads:
         choices += [("--chunk", "chunk", tokens, tokens == chunk) for tokens in (max(1, chunk // 2), chunk, 2 * chunk)]
         costs = []
         for flag, name, value, in_force in choices:
-            settings = replace(self.settings, **{"chunk": chunk, name: value})  # type: ignore[arg-type]
+            bits = None if value in ("kv8", "bf16") else self.settings.kv_bits
+            settings = replace(self.settings, **{"chunk": chunk, "kv_bits": bits, name: value})  # type: ignore[arg-type]
             _, shape = resolve_shape(self.config, self.pattern, settings, self.device)
             plan = plan_memory(self.config, shape, settings.weights, context, settings.chunk or chunk, self.device)
             costs.append(SettingCost(f"{flag} {value}", plan.total_bytes, plan.bytes_per_token, in_force))

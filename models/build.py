@@ -68,7 +68,7 @@ def build_decoder(
             i = int(index)
             parts[i][rest] = tensor.to(how.device)
             if parts[i].keys() == wanted[i]:
-                layers[i] = _layer(config, how, i, parts[i])
+                layers[i] = layer_from(config, how, i, parts[i])
                 parts[i] = {}
         elif isinstance(tensor, Tensor):
             top[name] = tensor
@@ -136,7 +136,8 @@ def load_decoder(
     return build_decoder(checkpoint.config, checkpoint.tensors(), how, progress)
 
 
-def _layer(config: ModelConfig, how: Build, index: int, parts: Parts) -> Layer:
+def layer_from(config: ModelConfig, how: Build, index: int, parts: Parts) -> Layer:
+    """A layer of its tensors by their names behind "model.layers.N.", converted."""
     if how.rotate_values or how.rotate_residual:
         plain = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
         if how.rotate_values:

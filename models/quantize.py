@@ -26,8 +26,9 @@ from models.cache.shape import BLOCK, CacheShape
 from models.checkpoint import Checkpoint, open_checkpoint
 from models.decoder import Decoder, Layer
 from models.errors import UnsupportedModel
+from models.losses import layer_losses
 from models.turn import rotate_values, scale_gated, scale_values, turn_gated, turn_residual
-from quant import kv4
+from quant import formats, kv4
 from quant.calibrate import balance, gram, product_error, round_weight
 from quant.formats import OWN, QuantizedWeight
 from quant.w8a8 import DenseLinear, Rows, W8A8Linear, quantize_weight
@@ -72,7 +73,10 @@ def quantize_checkpoint(
     top = ["model.norm.weight"] + ([] if config.tied_embeddings else ["lm_head.weight"])
     _write(work / names[-1], lambda: {name: _narrow(checkpoint.load_float(name)) for name in top})
     _write_index(work, names)
-    section = {**config.to_hf(), "quantization_config": dict(described)}
+    told = dict(described)
+    if calibration is not None:
+        told[formats.LOSSES] = [[float(f"{loss:.4g}") for loss in row] for row in calibration.losses]
+    section = {**config.to_hf(), "quantization_config": told}
     (work / "config.json").write_text(json.dumps(section, indent=2) + "\n")
     finish(work)
     (work / _JOB).unlink()
@@ -211,6 +215,7 @@ class _Calibration:
         embedding = checkpoint.load_float(_EMBEDDING)
         self._states = [embedding[ids].to(device).float() for ids in sample]
         self._turn = kv4.rotation(self._config.hidden_size).to(device)
+        self.losses: list[list[float]] = []  # of the KV heads of each layer so far, see models/losses.py
 
     def quantize(self, parts: dict[str, Tensor]) -> Parts:
         """The layer in int8, its scales and rounding chosen; the sample then moves through it."""
@@ -268,8 +273,11 @@ class _Calibration:
         return full.pow(best) if best else None
 
     def advance(self, parts: Parts) -> None:
-        """Moves the sample through a quantised layer."""
-        self._states = self._run(make_layer(self._config, dict(parts), self._mask, W8A8Linear.from_float))
+        """Moves the sample through a quantised layer, and measures its heads on the first text."""
+        layer = make_layer(self._config, dict(parts), self._mask, W8A8Linear.from_float)
+        losses, _ = layer_losses(self._config, layer, self._states[0], self._turn)
+        self.losses.append(losses.tolist())
+        self._states = self._run(layer)
 
     def _run(self, layer: Layer) -> list[Tensor]:
         """A decoder of this one layer whose embedding is the sample's hidden states, taken in order."""

@@ -19,7 +19,7 @@ from app.config import Settings
 from app.engine.graph import DecodeGraph
 from app.engine.prefix import PrefixStore
 from app.engine.sampler import Sampler, check_token
-from app.engine.sizing import fit, free_bytes, peak_bytes, resolve_shape, usable
+from app.engine.sizing import fit, free_bytes, peak_bytes, resolve_shape, resolve_wide, usable
 from app.engine.snapshots import LEAST_TOKENS, SnapshotStore
 from app.engine.types import Mark, Memory, SamplingParams
 from app.engine.warm_up import warm_up
@@ -327,6 +327,7 @@ def build_runner(
     pattern: HeadPattern | None,
     settings: Settings,
     progress: Callable[[float], None] = lambda done: None,
+    losses: np.ndarray | None = None,
 ) -> Runner:
     """Loads a checkpoint with everything resolved; raises DoesNotFit with both numbers before loading."""
     if settings.threads is not None:
@@ -334,9 +335,10 @@ def build_runner(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     compiled.keep_in(settings.cache_dir / "kernels")
     config = checkpoint.config
-    mask, shape = resolve_shape(config, pattern, settings, device)
+    mask, shape = resolve_shape(config, pattern, settings, device, losses)
+    wide = resolve_wide(config, mask, settings, losses)
     plan, chunk = fit(config, shape, settings, device, free_bytes(device))
-    decoder = load_decoder(checkpoint, mask, settings.weights, shape, device, progress)
+    decoder = load_decoder(checkpoint, mask, settings.weights, shape, device, progress, wide)
     if settings.mode == "endless":
         decoder.rope = EndlessRope(Rope(config.rope, config.head_dim, config.max_positions), plan.context)
     history = plan.context * plan.bytes_per_token
@@ -348,16 +350,19 @@ def build_runner(
         "mode": settings.mode,
         "weights": settings.weights,
         "kv": str(shape.exact_dtype).removeprefix("torch.") if settings.mode == "endless" else settings.kv,
+        "wide_heads": sum(shape.wide_heads),
         "retrieval_ratio": float(mask.mean()),
         "sink": shape.sink,
         "recent": shape.recent,
         "chunk": chunk,
         "backends": {row["kernel"]: row["chosen"] for row in kernel_report(device, shape, settings.mode == "endless")},
     }
-    return Runner(decoder, pool, plan, chunk, described, _snapshots(checkpoint, mask, settings, pool))
+    return Runner(decoder, pool, plan, chunk, described, _snapshots(checkpoint, mask, wide, settings, pool))
 
 
-def _snapshots(checkpoint: Checkpoint, mask: np.ndarray, settings: Settings, pool: BlockPool) -> SnapshotStore | None:
+def _snapshots(
+    checkpoint: Checkpoint, mask: np.ndarray, wide: np.ndarray | None, settings: Settings, pool: BlockPool
+) -> SnapshotStore | None:
     """The saved caches, of which those fit that come from the same weights, heads, formats and kind of device."""
     if settings.mode == "endless":
         return None  # its windows forget; there is no history to come back to
@@ -376,6 +381,7 @@ def _snapshots(checkpoint: Checkpoint, mask: np.ndarray, settings: Settings, poo
             weights,
             settings.weights,
             mask.tobytes(),
+            b"" if wide is None else wide.tobytes(),
             pool.shape,
             [store.layout.__name__ for store in pool.stores],
             pool.device.type,

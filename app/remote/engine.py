@@ -65,7 +65,7 @@ class RemoteEngine:
                 raise self._told(error) from error
             return [model.model_dump() for model in found.data]
 
-        return asyncio.run_coroutine_threadsafe(listed(), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(listed(), self._loop).result(2 * _CONNECT_S)
 
     def submit(self, body: dict[str, Any], prompt_tokens: int, on_done: Callable[[Done], None]) -> Generation:
         """Ask for an answer: `body` as the API has it, with "messages" or "prompt"; `prompt_tokens` is an estimate."""
@@ -89,14 +89,17 @@ class RemoteEngine:
             event: Done | Failed
             try:
                 await self._stream(job, body, answer)
-                event = answer.done(answer.reason)
+                if answer.reason is None and answer.usage is None:  # a whole answer tells at least one of them
+                    raise self._broke_off()
+                event = answer.done(answer.reason or "stop")
             except asyncio.CancelledError:
                 event = answer.done("cancelled")
             self.timings = event.timings
             if job.on_done is not None:
                 job.on_done(event)
         except openai.OpenAIError as error:
-            event = Failed(self._told(error))
+            broke_off = answer.begun and isinstance(error, openai.APIConnectionError)
+            event = Failed(self._broke_off() if broke_off else self._told(error))
         except Exception as error:
             event = Failed(error)
         self._count(event)
@@ -114,6 +117,9 @@ class RemoteEngine:
                     if text:
                         answer.add(text)
                         job.events.put(Token(text, _NO_TOKEN))
+
+    def _broke_off(self) -> RemoteError:
+        return RemoteError(f"{self.base_url} broke off its answer in the middle. See whether it runs, then ask again.")
 
     def _count(self, event: Done | Failed) -> None:
         if isinstance(event, Failed):
@@ -141,11 +147,16 @@ class _Parts:
     """An answer as it comes; what the server does not tell stays 0."""
 
     def __init__(self) -> None:
-        self.reason: FinishReason = "stop"
+        self.reason: FinishReason | None = None
         self.usage: Any = None
         self._texts: list[str] = []
         self._began = time.perf_counter()
         self._first = self._last = 0.0
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything has come."""
+        return bool(self._first)
 
     def add(self, text: str) -> None:
         self._last = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -15,9 +16,10 @@ from app.engine.types import Done, Memory, SamplingParams
 from app.errors import ContextTooLong, UsageError
 from app.evidence import quotes
 from app.model import LoadProgress
-from app.remote.engine import RemoteEngine
+from app.remote.engine import RemoteEngine, RemoteError
 from app.service import ChatService, MemoryBegins, PlanView, check_request
 
+_AGAIN_S = 2.0
 _BYTES_PER_TOKEN = 4.0  # of English, until the server has told what it counted
 # Names under which servers tell how many tokens a context holds.
 _CONTEXT_KEYS = ("max_model_len", "context_length", "context_window", "max_context_length")
@@ -34,6 +36,7 @@ class RemoteService(ChatService):
         assert settings.base_url is not None
         self._engine = RemoteEngine(settings.base_url, settings.base_key)
         self._model = ""
+        self._over = threading.Event()
         self._capacity: int | None = settings.context
         self._bytes_per_token = _BYTES_PER_TOKEN
         self._used: dict[str, int] = {}
@@ -47,7 +50,18 @@ class RemoteService(ChatService):
         return self._engine.busy
 
     def load(self, progress: LoadProgress | None = None) -> None:
-        """Ask the server for its models; never raises, as ChatService.load has it."""
+        """Ask the server for its models; never raises, as ChatService.load has it.
+
+        While it does not answer, or refuses, it is asked again every few seconds: it may still be starting.
+        """
+        self.tidy()
+        self._find_model()
+        if isinstance(self.load_error, RemoteError):
+            threading.Thread(target=self._wait_for_it, name="octavo-remote-wait", daemon=True).start()
+        if progress is not None:
+            progress("Ready", 1.0)
+
+    def _find_model(self) -> None:
         try:
             listed = {str(model["id"]): model for model in self._engine.models()}
             model = self.settings.model or (next(iter(listed)) if len(listed) == 1 else None)
@@ -56,13 +70,17 @@ class RemoteService(ChatService):
                 raise UsageError(f"Give one of the models of {self._engine.base_url} with --model: {names}.")
             told = [listed[model][key] for key in _CONTEXT_KEYS if isinstance(listed[model].get(key), int)]
             self._capacity = self.settings.context or (told[0] if told else None)
+            self.load_error = None
             self._model = model
         except Exception as error:
             self.load_error = error
-        if progress is not None:
-            progress("Ready", 1.0)
+
+    def _wait_for_it(self) -> None:
+        while isinstance(self.load_error, RemoteError) and not self._over.wait(_AGAIN_S):
+            self._find_model()
 
     def close(self) -> None:
+        self._over.set()
         self._model = ""
         self._engine.close()
 

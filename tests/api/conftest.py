@@ -27,14 +27,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Serves the API over a fake model, without the page; gives its address."""
     running: list[tuple[uvicorn.Server, threading.Thread, ChatService]] = []
 
-    def serve(*, access: Access | None = None, local: bool = True, **runner: Any) -> str:
+    def serve(*, access: Access | None = None, local: bool = True, port: int = 0, **runner: Any) -> str:
         model = OpenModel("fake", FakeRunner(**{"capacity": 2000} | runner), FakeTokenizer(), frozenset({END}), int)
         service = ChatService(Settings(), lambda settings, progress: model)
         service.load()
         app = FastAPI()
         add_api(app, service, tmp_path / "files")
         app.add_middleware(Guard, local=local, host="127.0.0.1", access=access)
-        sock = bind("127.0.0.1", 0)
+        sock = bind("127.0.0.1", port)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
         thread.start()

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
-from app.access import Access, Guard, is_local
+from app.access import Access, Attempts, Guard, is_local
 from app.config import Settings
 from app.errors import UsageError
 from app.service import ChatService
@@ -74,6 +74,48 @@ def test_from_elsewhere_a_key_opens_the_api_and_a_password_everything() -> None:
     assert client.get("/").status_code == client.get("/v1/models").status_code == 401
     for path in ("/", "/v1/models"):
         assert client.get(path, auth=("ann", "pass:word")).status_code == 200
+
+
+def _guessing(address: str, app: Any) -> TestClient:
+    return _client(app, client=(address, 1))
+
+
+def test_guessing_takes_longer_and_longer_and_holds_up_nobody_else() -> None:
+    now = [0.0]
+    app = FastAPI()
+    app.add_api_route("/", lambda: "page")
+    app.add_api_route("/v1/models", lambda: "api")
+    guarded = Guard(app, local=True, host="127.0.0.1", access=Access(["ann:right", "bob:right"], ["key-key-key"]))
+    guarded.attempts = Attempts(lambda: now[0])
+    one, other = _guessing("10.0.0.1", guarded), _guessing("10.0.0.2", guarded)
+    for _ in range(20):
+        assert one.get("/").status_code == 401  # asks for a password: no attempt
+    for _ in range(3):
+        for number in range(4):
+            assert one.get("/", auth=("ann", f"wrong {number}")).status_code == 401
+        assert one.get("/", auth=("ann", "right")).status_code == 200  # forgets what was wrong before
+    waits = []
+    for number in range(12):
+        assert one.get("/", auth=("ann", f"wrong {number}")).status_code == 401
+        if number >= 4:
+            held = one.get("/v1/models", auth=("ann", "right"))
+            assert held.status_code == 429
+            assert held.json()["error"]["code"] == "too_many_attempts"
+            waits.append(int(held.headers["retry-after"]))
+            assert f"Wait {waits[-1]} s" in held.json()["error"]["message"]
+            assert other.get("/", auth=("ann", "right")).status_code == 200  # from elsewhere
+            assert one.get("/", auth=("bob", "right")).status_code == 200  # somebody else behind the same address
+            assert one.get("/v1/models", headers={"authorization": "Bearer key-key-key"}).status_code == 200
+            assert one.get("/").status_code == 401
+            now[0] += waits[-1]
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert one.get("/", auth=("ann", "right")).status_code == 200
+    for number in range(9):  # names that nobody has count as one
+        assert one.get("/", auth=(f"name {number}", "x")).status_code == (401 if number < 5 else 429)
+    for number in range(9):  # so do the addresses that one customer has
+        client = _guessing(f"2001:db8::{number:x}", guarded)
+        headers = {"authorization": f"Bearer wrong-{number}"}
+        assert client.get("/v1/models", headers=headers).status_code == (401 if number < 5 else 429)
 
 
 def test_slow_files_hold_up_nobody() -> None:
