@@ -89,7 +89,10 @@ class Heads:
             bits = None if value in ("kv8", "bf16") else self.settings.kv_bits
             settings = replace(self.settings, **{"chunk": chunk, "kv_bits": bits, name: value})  # type: ignore[arg-type]
             _, shape = resolve_shape(self.config, self.pattern, settings, self.device)
-            plan = plan_memory(self.config, shape, settings.weights, context, settings.chunk or chunk, self.device)
+            chunk_then = settings.chunk or chunk
+            plan = plan_memory(
+                self.config, shape, settings.weights, context, chunk_then, self.device, settings.embedding
+            )
             costs.append(SettingCost(f"{flag} {value}", plan.total_bytes, plan.bytes_per_token, in_force))
         return costs
 
@@ -121,6 +124,10 @@ def ratio_cost(
 
 def _read_weights(config: ModelConfig, settings: Settings, device: torch.device) -> int:
     """Bytes of weights that one token reads: of the embedding a row, of an output head that has int8 codes those."""
+    if settings.embedding == "int8":
+        held = config.vocab_size * (config.hidden_size + 4)
+        copies = 1 if not config.tied_embeddings or device.type == "cpu" else 0  # beside what the head reads
+        return weights_bytes(config, settings.weights, device, "int8") - copies * held
     dense = config.vocab_size * config.hidden_size * dense_dtype(device).itemsize
     matrices = 1 if config.tied_embeddings else 2
     read = 0 if settings.weights == "w8a8" and int8_head(device) else 1

@@ -215,7 +215,7 @@ def plan_context(
     chunk = settings.chunk or CHUNKS[device.type][-1]
     if context is None:
         context = shape.sink + shape.recent
-    plan = plan_memory(config, shape, settings.weights, context, chunk, device)
+    plan = plan_memory(config, shape, settings.weights, context, chunk, device, settings.embedding)
     return plan, config, shape
 
 

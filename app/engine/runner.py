@@ -338,7 +338,9 @@ def build_runner(
     mask, shape = resolve_shape(config, pattern, settings, device, losses)
     wide = resolve_wide(config, mask, settings, losses)
     plan, chunk = fit(config, shape, settings, device, free_bytes(device))
-    decoder = load_decoder(checkpoint, mask, settings.weights, shape, device, progress, wide)
+    decoder = load_decoder(
+        checkpoint, mask, settings.weights, shape, device, progress, wide, settings.embedding == "int8"
+    )
     if settings.mode == "endless":
         decoder.rope = EndlessRope(Rope(config.rope, config.head_dim, config.max_positions), plan.context)
     history = plan.context * plan.bytes_per_token
@@ -349,6 +351,7 @@ def build_runner(
     described = {
         "mode": settings.mode,
         "weights": settings.weights,
+        "embedding": settings.embedding,
         "kv": str(shape.exact_dtype).removeprefix("torch.") if settings.mode == "endless" else settings.kv,
         "wide_heads": sum(shape.wide_heads),
         "retrieval_ratio": float(mask.mean()),
@@ -380,6 +383,7 @@ def _snapshots(
             VERSION,
             weights,
             settings.weights,
+            settings.embedding,
             mask.tobytes(),
             b"" if wide is None else wide.tobytes(),
             pool.shape,
