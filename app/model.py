@@ -44,9 +44,10 @@ PATTERN_FOLDER = "pattern"  # inside a checkpoint of our own
 
 
 class Runner(engine.Runner, Protocol):
-    """A runner that also tells its settings and backends."""
+    """A runner that also tells its settings and backends, and can make room for another."""
 
     def describe(self) -> dict[str, Any]: ...
+    def release(self) -> None: ...
 
 
 class TextTokenizer(PromptTokenizer, TokenBytes, Protocol):

@@ -133,7 +133,7 @@ def _measure(side: _Side, folder: Path) -> dict[str, Any]:
     def say(what: str) -> None:
         print(f"{time.perf_counter() - begin:6.0f} s  {side.name}: {what}", flush=True)
 
-    head = {"commit": commit(), "side": side.name}
+    head: dict[str, Any] = {"commit": commit(), "side": side.name}
     losses = Journal(folder / f"{side.name} perplexity.jsonl", head)
     head |= {"lengths": side.grid.lengths, "trials": side.grid.trials}
     asked = Journal(folder / f"{side.name} needle.jsonl", head)
