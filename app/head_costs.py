@@ -6,15 +6,16 @@ from __future__ import annotations
 import io
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from app.config import Kv, Settings
+from app.config import Settings
 from app.engine.sizing import resolve_shape
 from models.cache.plan import plan_memory, weights_bytes
+from models.cache.shape import CacheShape
 from models.config import ModelConfig
 from models.heads import HeadPattern
 from quant.w8a8 import dense_dtype, int8_head
@@ -33,6 +34,8 @@ class RatioCost:
     cache_bytes: int
     read_bytes: int
     attention: float
+    token_bytes: int = 0  # of cache for one more token
+    total_bytes: int = 0  # of everything that the plan counts
 
     def against(self, other: RatioCost) -> str:
         """What this costs and saves beside another ratio, in words."""
@@ -49,55 +52,57 @@ class RatioCost:
 
 
 @dataclass(frozen=True)
-class SettingCost:
-    """Bytes of everything that the plan counts with these `flags`, and of cache for one more token."""
-
-    flags: str
-    total_bytes: int
-    bytes_per_token: int
-    in_force: bool
-
-
-@dataclass(frozen=True)
 class Heads:
-    """A model's pattern with what its costs depend on."""
+    """A model with its pattern, None where it has none or no head keeps everything, and the settings in force."""
 
     config: ModelConfig
-    pattern: HeadPattern
+    pattern: HeadPattern | None
     settings: Settings
     device: torch.device
 
-    def preview(self, ratio: float, context: int) -> str:
-        """What another ratio would cost and save, beside the one in force."""
-        now, then = (
-            ratio_cost(self.config, self.pattern, self.settings, each, context, self.device)
-            for each in (self.settings.retrieval_ratio, ratio)
-        )
-        return then.against(now)
+    @property
+    def window(self) -> tuple[int, int]:
+        """First and last tokens that a head keeps which does not keep everything."""
+        shape = self._shape(self.settings)
+        return shape.sink, shape.recent
 
-    def other_settings(self, context: int, chunk: int) -> list[SettingCost]:
-        """Formats of the cache, windows and chunks, each changed by itself; `chunk` is the one in force."""
-        _, shape = resolve_shape(self.config, self.pattern, self.settings, self.device)
-        choices: list[tuple[str, str, object, bool]] = [
-            ("--kv", "kv", kv, kv == self.settings.kv) for kv in get_args(Kv)
-        ]
-        for flag, name, now in (("--sink-tokens", "sink", shape.sink), ("--recent", "recent", shape.recent)):
-            choices += [(flag, name, tokens, tokens == now) for tokens in (now, 2 * now)]
-        choices += [("--chunk", "chunk", tokens, tokens == chunk) for tokens in (max(1, chunk // 2), chunk, 2 * chunk)]
-        costs = []
-        for flag, name, value, in_force in choices:
-            bits = None if value in ("kv8", "bf16") else self.settings.kv_bits
-            settings = replace(self.settings, **{"chunk": chunk, "kv_bits": bits, name: value})  # type: ignore[arg-type]
-            _, shape = resolve_shape(self.config, self.pattern, settings, self.device)
-            chunk_then = settings.chunk or chunk
-            plan = plan_memory(
-                self.config, shape, settings.weights, context, chunk_then, self.device, settings.embedding
-            )
-            costs.append(SettingCost(f"{flag} {value}", plan.total_bytes, plan.bytes_per_token, in_force))
-        return costs
+    def compare(self, wanted: Settings, context: int, chunk: int) -> list[tuple[str, str, str]]:
+        """Rows of what the settings in force and others take: what, now, and then with what changes.
+
+        For a sequence of `context` tokens; `chunk` is the one in force.
+        """
+        now, then = self._costs(self.settings, context, chunk), self._costs(wanted, context, chunk)
+
+        def change(before: float, after: float) -> str:
+            return "" if round(after / before, 2) == 1 else f" ({(after / before - 1) * 100:+.0f} %)"
+
+        rows = []
+        if self.pattern is not None:
+            rows.append(("Heads that keep everything", f"{now.heads}", f"{then.heads}"))
+        for what, name, text in (
+            (f"Cache of {context:,} tokens", "cache_bytes", _megabytes),
+            ("One more token of cache", "token_bytes", lambda n: f"{n:,} bytes"),
+            ("Read from memory for each new word", "read_bytes", _megabytes),
+            ("Memory in all, weights included", "total_bytes", _megabytes),
+            ("Arithmetic of attention in reading", "attention", lambda share: f"{share:.0%} of all heads full"),
+        ):
+            before, after = getattr(now, name), getattr(then, name)
+            if before or after:
+                rows.append((what, text(before), text(after) + (change(before, after) if before else "")))
+        return rows
+
+    def _shape(self, settings: Settings) -> CacheShape:
+        return resolve_shape(self.config, self.pattern, settings, self.device)[1]
+
+    def _costs(self, settings: Settings, context: int, chunk: int) -> RatioCost:
+        cost = ratio_cost(self.config, self.pattern, settings, settings.retrieval_ratio, context, self.device)
+        shape, chunk = self._shape(settings), settings.chunk or chunk
+        plan = plan_memory(self.config, shape, settings.weights, context, chunk, self.device, settings.embedding)
+        return replace(cost, token_bytes=plan.bytes_per_token, total_bytes=plan.total_bytes)
 
     def picture(self, context: int) -> bytes:
-        """A PNG, see `draw`."""
+        """A PNG, see `draw`; there must be a pattern."""
+        assert self.pattern is not None
         costs = [
             ratio_cost(self.config, self.pattern, self.settings, i / _STEPS, context, self.device)
             for i in range(_STEPS + 1)
@@ -108,7 +113,12 @@ class Heads:
 
 
 def ratio_cost(
-    config: ModelConfig, pattern: HeadPattern, settings: Settings, ratio: float, context: int, device: torch.device
+    config: ModelConfig,
+    pattern: HeadPattern | None,
+    settings: Settings,
+    ratio: float,
+    context: int,
+    device: torch.device,
 ) -> RatioCost:
     """The cost at one ratio. A speed is not promised: bytes and arithmetic are what the hardware has to get through."""
     _, shape = resolve_shape(config, pattern, replace(settings, retrieval_ratio=ratio), device)
@@ -120,6 +130,10 @@ def ratio_cost(
     seen_window = window * (window + 1) / 2 + (context - window) * window
     share = (heads * seen_full + streaming * seen_window) / ((heads + streaming) * seen_full)
     return RatioCost(ratio, heads, context, cache, _read_weights(config, settings, device) + cache, share)
+
+
+def _megabytes(count: float) -> str:
+    return f"{count / 1e6:,.0f} MB" if count < 1e9 else f"{count / 1e9:,.1f} GB"
 
 
 def _read_weights(config: ModelConfig, settings: Settings, device: torch.device) -> int:

@@ -82,7 +82,7 @@ class OpenModel:
     quadratic_cost: float = 0.0
     note: str = ""
     pattern_note: str = ""
-    heads: Heads | None = None  # where there is a head pattern in use
+    heads: Heads | None = None  # None for another server's model
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def open_model(settings: Settings, progress: LoadProgress) -> OpenModel:
         quadratic_cost=_quadratic_cost(config, runner.describe()["retrieval_ratio"]),
         note=note,
         pattern_note=pattern_note,
-        heads=Heads(config, pattern, settings, runner.decoder.device) if pattern and settings.mode == "duo" else None,
+        heads=Heads(config, pattern, settings, runner.decoder.device),
     )
 
 

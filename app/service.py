@@ -16,8 +16,8 @@ from app.chat import Chat, Selection, Turn, ids_of, new_sources, selection_of
 from app.config import Settings
 from app.conversation import AnswerMemory, Message, exchanges
 from app.documents import Document, read_safely
-from app.engine.generation import Generation
 from app.engine.engine import let_go
+from app.engine.generation import Generation
 from app.engine.sampler import check_sampling
 from app.engine.snapshots import SnapshotStore
 from app.engine.types import Done, GenerationRequest, Mark, SamplingParams
@@ -113,7 +113,8 @@ class ChatService:
             return ()
         if self.settings.mode == "endless":
             return ("sink", "recent", "chunk")
-        return ("retrieval_ratio", "kv", "sink", "recent", "chunk") if loaded.model.heads else ("kv", "chunk")
+        patterned = loaded.model.heads is not None and loaded.model.heads.pattern is not None
+        return ("retrieval_ratio", "kv", "sink", "recent", "chunk") if patterned else ("kv", "chunk")
 
     def change(self, values: Mapping[str, Any], progress: LoadProgress | None = None) -> None:
         """Go on with other settings, some of `changeable`, for everybody; returns when they are in force.
@@ -149,7 +150,7 @@ class ChatService:
         report("Ready", 1.0)
 
     def _exchange(self, loaded: Loaded, settings: Settings, report: LoadProgress) -> Exception | None:
-        """Open the model anew and go on with it, in the engine's worker; why it cannot be, and then it holds nothing."""
+        """Open the model anew and go on with it, in the engine's worker; else why not, and then nothing is held."""
         model = None
         try:
             model = self._opener(settings, report)
@@ -372,7 +373,7 @@ class ChatService:
 
     @property
     def heads(self) -> Heads | None:
-        """The loaded model's head pattern and what other ratios would cost; None where it has none."""
+        """The loaded model's head pattern, and what other settings of the cache would cost."""
         return loaded.model.heads if (loaded := self._loaded) is not None else None
 
     def self_test(self, document: Document | Selection, count: int) -> SelfTest:

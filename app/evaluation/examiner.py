@@ -57,9 +57,10 @@ class Examiner:
         self._asking = self._engine.submit(request)
         if self.stopped:
             self._asking.cancel()
-        for self.at in self._asking:
-            if isinstance(self.at, Failed):
-                raise self.at.error
+        for event in self._asking:
+            self.at = event
+        if isinstance(self.at, Failed):
+            raise self.at.error
         done = self.at
         assert isinstance(done, Done)
         if self.stopped:
