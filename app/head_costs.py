@@ -21,6 +21,7 @@ from models.heads import HeadPattern
 from quant.w8a8 import dense_dtype, int8_head
 
 _STEPS = 20  # of the curve
+_MARK = "#2d6a5a"
 
 
 @dataclass(frozen=True)
@@ -153,23 +154,35 @@ def draw(pattern: HeadPattern, mask: NDArray[np.bool_], costs: list[RatioCost], 
     from matplotlib.figure import Figure  # slow to import
 
     layers, heads = pattern.scores.shape
-    figure = Figure((5 + 0.35 * heads, max(4.0, 0.16 * layers + 1.2)), layout="constrained")
-    table, curve = figure.subplots(1, 2, width_ratios=[0.5 + 0.35 * heads, 5])
-    image = table.imshow(pattern.scores, cmap="viridis", aspect="auto")
+    figure = Figure((6 + 0.35 * heads, max(4.4, 0.16 * layers + 1.4)), layout="constrained")
+    table, curve = figure.subplots(1, 2, width_ratios=[1.2 + 0.35 * heads, 5])
+    image = table.imshow(pattern.scores, cmap="Greys", vmin=min(0.0, pattern.scores.min()), aspect="auto")
     rows, columns = np.nonzero(mask)
-    table.scatter(columns, rows, marker="s", s=14, facecolors="none", edgecolors="red")
-    table.set(xlabel="KV head", ylabel="layer", title=f"{int(mask.sum())} of {mask.size}")
+    table.scatter(columns, rows, marker="s", s=16, color=_MARK)
+    title = f"{int(mask.sum())} of {mask.size} heads (green)\nkeep everything"
+    table.set(xlabel="KV head", ylabel="layer, from the input on", title=title)
+    table.title.set_fontsize(10)
     table.set_xticks(range(0, heads, max(1, heads // 8)))
-    figure.colorbar(image, ax=table, label="score")
+    bar = figure.colorbar(image, ax=table, label="how much it needs the past (score)")
+    bar.outline.set_visible(False)
     ratios, most = [cost.ratio for cost in costs], costs[-1]
-    for name, values, whole in (
-        ("cache", [cost.cache_bytes for cost in costs], most.cache_bytes),
-        ("read for a token", [cost.read_bytes for cost in costs], most.read_bytes),
-        ("attention in prefill", [cost.attention for cost in costs], most.attention),
+    for name, style, values, whole in (
+        ("memory of the cache", "-", [cost.cache_bytes for cost in costs], most.cache_bytes),
+        ("memory read for each new word", "--", [cost.read_bytes for cost in costs], most.read_bytes),
+        ("arithmetic of attention in reading", "-.", [cost.attention for cost in costs], most.attention),
     ):
-        curve.plot(ratios, [value / whole for value in values], label=name)
-    curve.axvline(ratio, color="grey", linewidth=0.8, linestyle=":")
-    curve.set(xlabel="retrieval ratio", ylabel="share of ratio 1", ylim=(0, 1.05), xlim=(0, 1))
-    curve.set_title(f"{most.context:,} tokens; all heads: {most.cache_bytes / 1e6:,.0f} MB of cache", fontsize=9)
-    curve.legend()
+        curve.plot(ratios, [value / whole for value in values], style, label=name)
+    curve.axvline(ratio, color=_MARK, linewidth=1)
+    curve.annotate(f" in force: {ratio:.0%}", (ratio, 1.02), color=_MARK, fontsize=9)
+    curve.set(xlabel="share of heads that keep everything", ylabel="of what it takes with all heads", xlim=(0, 1))
+    curve.set_ylim(0, 1.08)
+    for axis in (curve.xaxis, curve.yaxis):
+        axis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    curve.set_title(
+        f"What more heads take, at {most.context:,} tokens\n(all heads: {_megabytes(most.cache_bytes)} of cache)",
+        fontsize=10,
+    )
+    curve.grid(alpha=0.3)
+    curve.legend(loc="lower right", fontsize=9)
+    curve.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=120, format="png")

@@ -41,10 +41,21 @@ def heads_panel(service: ChatService, session: gr.State, changed: Sequence[gr.HT
         ratio = gr.Slider(
             0, 1, 0.5, step=0.05, label="Share of heads that keep everything", visible=False, elem_id="oc-heads-ratio"
         )
+        kv = gr.Radio(
+            [(_KV[name], name) for name in get_args(Kv)],
+            label="Precision of what they keep",
+            visible=False,
+            elem_id="oc-heads-kv",
+        )
         with gr.Row(visible=False, elem_id="oc-heads-numbers") as row:
-            kv = gr.Radio([(_KV[name], name) for name in get_args(Kv)], label="Cache", visible=False)
             sink = gr.Number(label="First tokens that all heads keep", precision=0, minimum=0, visible=False)
-            recent = gr.Number(label="Newest tokens that all heads keep", precision=0, minimum=1, visible=False)
+            recent = gr.Number(
+                label="Newest tokens that all heads keep",
+                precision=0,
+                minimum=1,
+                visible=False,
+                elem_id="oc-heads-recent",
+            )
             chunk = gr.Number(label="Tokens read at a time", precision=0, minimum=1, visible=False)
         preview = gr.HTML("", elem_id="oc-costs", apply_default_css=False)
         use = gr.Button("Use these settings", size="sm", elem_id="oc-use", interactive=False, visible=False)
@@ -139,6 +150,8 @@ def _chosen(service: ChatService, heads: Heads, values: Sequence[Any]) -> dict[s
             raise TypeError(name)
         kept = name in in_force and value == in_force[name]
         chosen[name] = getattr(heads.settings, name) if kept else value
+    if chosen.get("kv") not in (None, heads.settings.kv):
+        chosen["kv_bits"] = None  # shares 4 and 8 bits among the heads of one format
     return chosen
 
 

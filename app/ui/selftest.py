@@ -19,6 +19,10 @@ from app.ui.session import Session
 
 _POLL_S = 0.2
 _FACTS = 8
+_WHAT = (
+    "<p><b>Does the model see all of a document?</b> One made-up fact at a time is hidden in it, from the beginning to the"
+    " end, and asked for. Each is a question of its own, so that others can ask in between.</p>"
+)
 
 
 class _Run:
@@ -46,9 +50,10 @@ class _Run:
 def self_test_form(service: ChatService, session: gr.State, changed: Sequence[Any]) -> None:
     """Chooses a document and the number of facts; `changed` are parts that change, or open, when documents do."""
     runs: dict[str, _Run] = {}  # by tab
+    gr.HTML(_WHAT, elem_id="oc-self-test-about", apply_default_css=False)
     with gr.Row(elem_id="oc-self-test-row"):
-        name = gr.Dropdown([], label="Does the model see all of this document?", elem_id="oc-self-test-document")
-        count = gr.Dropdown([4, 8, 16, 32], value=_FACTS, label="Facts to plant", elem_id="oc-self-test-count")
+        name = gr.Dropdown([], label="Document", elem_id="oc-self-test-document")
+        count = gr.Dropdown([4, 8, 16, 32], value=_FACTS, label="Facts", elem_id="oc-self-test-count")
         start = gr.Button("Test", size="sm", elem_id="oc-self-test")
         stop = gr.Button("Stop", size="sm", elem_id="oc-self-test-stop", visible=False)
     chart = gr.HTML("", elem_id="oc-depths", apply_default_css=False)

@@ -65,7 +65,7 @@ def test_other_settings_are_previewed_and_used(url: str, open_page: Callable[...
     assert page.is_disabled("#oc-use")
     page.fill("#oc-heads-ratio input[type=number]", "0.2")
     page.press("#oc-heads-ratio input[type=number]", "Enter")
-    page.click("#oc-heads-numbers label:has-text('8 bits')")
+    page.click("#oc-heads-kv label:has-text('8 bits')")
     until(lambda: "\t45\t18" in page.inner_text("#oc-costs"), 60)
     assert "for everybody" in page.inner_text("#oc-use-note")
     page.screenshot(path=str(tmp_path / "previewed.png"))
