@@ -114,7 +114,8 @@ class ChatService:
         if self.settings.mode == "endless":
             return ("sink", "recent", "chunk")
         patterned = loaded.model.heads is not None and loaded.model.heads.pattern is not None
-        return ("retrieval_ratio", "kv", "sink", "recent", "chunk") if patterned else ("kv", "chunk")
+        formats = ("kv", "kv_bits", "chunk")
+        return ("retrieval_ratio", "sink", "recent", *formats) if patterned else formats
 
     def change(self, values: Mapping[str, Any], progress: LoadProgress | None = None) -> None:
         """Go on with other settings, some of `changeable`, for everybody; returns when they are in force.

@@ -144,8 +144,9 @@ def _chosen(service: ChatService, heads: Heads, values: Sequence[Any]) -> dict[s
     first, newest = heads.window
     in_force = {"sink": first, "recent": newest, "chunk": service.status()["settings"]["chunk"]}
     chosen = {}
-    for name in service.changeable:
-        value = given[name]
+    for name, value in given.items():
+        if name not in service.changeable:
+            continue
         if value is None:
             raise TypeError(name)
         kept = name in in_force and value == in_force[name]

@@ -119,7 +119,7 @@ def test_a_model_that_is_lost_is_told(service: ChatService, shop: Shop) -> None:
         ({"kv": "kv5"}, "choose one of"),
         ({"chunk": 0}, "from 1 to"),
         ({"retrieval_ratio": 0.2}, "retrieval_ratio cannot be changed"),  # there is no head pattern
-        ({"port": 80}, "port cannot be changed here while Octavo runs; kv, chunk can"),
+        ({"port": 80}, "port cannot be changed here while Octavo runs; kv, kv_bits, chunk can"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anybody_waits(
