@@ -20,8 +20,8 @@ from app.ui.session import Session
 _POLL_S = 0.2
 _FACTS = 8
 _WHAT = (
-    "<p><b>Does the model see all of a document?</b> One made-up fact at a time is hidden in it, from the beginning to the"
-    " end, and asked for. Each is a question of its own, so that others can ask in between.</p>"
+    "<p><b>Does the model see all of a document?</b> One made-up fact at a time is hidden in it, from the beginning to"
+    " the end, and asked for. Each is a question of its own, so that others can ask in between.</p>"
 )
 
 

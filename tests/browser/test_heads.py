@@ -55,9 +55,9 @@ def test_settings_are_previewed_then_used_behind_what_runs(
     settings = patterned.service.settings
     assert (settings.retrieval_ratio, settings.kv, settings.sink, settings.chunk) == (0.2, "kv8", None, None)
     assert page.is_disabled("#oc-use") and "\t18" in page.inner_text(COSTS)
-    ask(other, "Once more?")
     state(other, "idle")
-    assert other.locator("#oc-chat .bot .prose").count() == 2
+    ask(other, "Once more?")
+    until(lambda: other.locator("#oc-chat .bot .prose").count() == 2)
 
 
 def test_settings_that_cannot_be_are_told(patterned: Site, open_page: Open) -> None:
