@@ -13,6 +13,7 @@ from app.errors import UsageError
 
 Weights = Literal["w8a8", "bf16", "llm.int8"]
 Kv = Literal["kv4", "kv8", "bf16"]
+Embedding = Literal["bf16", "int8"]
 Mode = Literal["duo", "endless"]
 EngineName = Literal["own", "openai"]
 
@@ -21,7 +22,9 @@ DEFAULT_HUB_MODEL = "gradientai/Llama-3-8B-Instruct-Gradient-4194k"
 
 
 # What says how the own engine works, and nothing to another server.
-_OWN_ENGINE = tuple("mode weights kv kv_bits pattern retrieval_ratio sink recent chunk threads library_quota".split())
+_OWN_ENGINE = tuple(
+    "mode weights embedding kv kv_bits pattern retrieval_ratio sink recent chunk threads library_quota".split()
+)
 _NOT_ENDLESS = ("kv", "kv_bits", "pattern", "retrieval_ratio", "context", "library_quota")
 
 
@@ -51,6 +54,7 @@ class Settings:
     weights: Weights = "w8a8"
     kv: Kv = "kv4"
     kv_bits: float | None = None
+    embedding: Embedding = "bf16"
     pattern: Path | None = None
     retrieval_ratio: float = 0.5
     sink: int | None = None
@@ -77,6 +81,7 @@ class Settings:
         _one_of("--mode", self.mode, get_args(Mode))
         _one_of("--weights", self.weights, get_args(Weights))
         _one_of("--kv", self.kv, get_args(Kv))
+        _one_of("--embedding", self.embedding, get_args(Embedding))
         _one_of("--engine", self.engine, get_args(EngineName))
         if (self.engine == "openai") != (self.base_url is not None):
             raise UsageError("--engine openai and --base-url URL belong together: give both or neither.")

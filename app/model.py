@@ -44,9 +44,10 @@ PATTERN_FOLDER = "pattern"  # inside a checkpoint of our own
 
 
 class Runner(engine.Runner, Protocol):
-    """A runner that also tells its settings and backends."""
+    """A runner that also tells its settings and backends, and can make room for another."""
 
     def describe(self) -> dict[str, Any]: ...
+    def release(self) -> None: ...
 
 
 class TextTokenizer(PromptTokenizer, TokenBytes, Protocol):
@@ -81,7 +82,7 @@ class OpenModel:
     quadratic_cost: float = 0.0
     note: str = ""
     pattern_note: str = ""
-    heads: Heads | None = None  # where there is a head pattern in use
+    heads: Heads | None = None  # None for another server's model
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def open_model(settings: Settings, progress: LoadProgress) -> OpenModel:
         quadratic_cost=_quadratic_cost(config, runner.describe()["retrieval_ratio"]),
         note=note,
         pattern_note=pattern_note,
-        heads=Heads(config, pattern, settings, runner.decoder.device) if pattern and settings.mode == "duo" else None,
+        heads=Heads(config, pattern, settings, runner.decoder.device),
     )
 
 
@@ -215,7 +216,7 @@ def plan_context(
     chunk = settings.chunk or CHUNKS[device.type][-1]
     if context is None:
         context = shape.sink + shape.recent
-    plan = plan_memory(config, shape, settings.weights, context, chunk, device)
+    plan = plan_memory(config, shape, settings.weights, context, chunk, device, settings.embedding)
     return plan, config, shape
 
 

@@ -48,18 +48,21 @@ def quantize_checkpoint(
     device: torch.device,
     progress: Progress = lambda stage, done: None,
     finish: Callable[[Path], None] = lambda folder: None,
+    int8_embedding: bool = False,
 ) -> None:
     """Writes `out`, a directory that must not exist yet; one layer at a time is in memory.
 
     sample: token ids, a tensor a text; without any, weights are rounded to the nearest. described: what the config
-    says of the source (formats.metadata). `finish` adds files to the directory before it is renamed.
+    says of the source (formats.metadata). `int8_embedding` stores it, and the head, in
+    int8 too. `finish` adds files to the directory before it is renamed.
     """
     if checkpoint.int8_format is not None:
         raise UnsupportedModel("weights", checkpoint.int8_format.title, "a checkpoint that is not quantised yet")
     config = checkpoint.config
     work = _work_folder(out, dict(described))
     names = [f"model-{i + 1:05}-of-{config.num_layers + 2:05}.safetensors" for i in range(config.num_layers + 2)]
-    _write(work / names[0], lambda: {"model.embed_tokens.weight": _narrow(checkpoint.load_float(_EMBEDDING))})
+    keep = _rounded_end if int8_embedding else _narrow_end
+    _write(work / names[0], lambda: keep(_EMBEDDING, checkpoint.load_float(_EMBEDDING)))
     calibration = _Calibration(checkpoint, sample, device) if sample else None
     for index in range(config.num_layers):
         file, prefix = work / names[index + 1], f"model.layers.{index}."
@@ -70,8 +73,13 @@ def quantize_checkpoint(
             quantised = calibration.quantize(parts) if calibration else _nearest(parts)
             _write(file, lambda q=quantised, p=prefix: _stored(q, p))  # type: ignore[misc]
         progress("Quantising", (index + 1) / (config.num_layers + 1))
-    top = ["model.norm.weight"] + ([] if config.tied_embeddings else ["lm_head.weight"])
-    _write(work / names[-1], lambda: {name: _narrow(checkpoint.load_float(name)) for name in top})
+    norm, head = "model.norm.weight", "lm_head.weight"
+    ends = {} if config.tied_embeddings else {head: keep}
+    ends[norm] = _narrow_end
+    _write(
+        work / names[-1],
+        lambda: {k: v for name, end in ends.items() for k, v in end(name, checkpoint.load_float(name)).items()},
+    )
     _write_index(work, names)
     told = dict(described)
     if calibration is not None:
@@ -129,6 +137,17 @@ def _narrow(tensor: Tensor) -> Tensor:
     if tensor.dtype != torch.float32:
         return tensor.clone()
     return tensor.to(torch.float16 if tensor.abs().max() < 60000 else torch.bfloat16)
+
+
+def _narrow_end(name: str, weight: Tensor) -> dict[str, Tensor]:
+    return {name: _narrow(weight)}
+
+
+def _rounded_end(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """In int8, some rows at a time: the whole in fp32 would be the largest thing in memory."""
+    parts = [quantize_weight(rows) for rows in weight.split(8192)]
+    rounded = QuantizedWeight(*(torch.cat(each) for each in zip(*parts, strict=True)))
+    return _stored({name: rounded}, "")
 
 
 def _float_layer(checkpoint: Checkpoint, prefix: str, device: torch.device) -> dict[str, Tensor]:

@@ -20,6 +20,16 @@ class QuantizedWeight:
     codes: Tensor
     scale: Tensor
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.codes.nbytes + self.scale.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.codes.device
+
     def rows(self, index: Tensor) -> QuantizedWeight:
         """The output channels in `index`."""
         return QuantizedWeight(self.codes[index], self.scale[index])

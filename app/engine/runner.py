@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import shutil
@@ -86,7 +87,7 @@ class Slot:
             upto = mark.position - self.length
             self._read(chunk_ids[:upto])
             chunk_ids = chunk_ids[upto:]
-            self._runner.prefixes.keep(self._prompt[: self.length], self._cache.fork(), None)
+            self._runner.prefixes.keep(self._prompt[: self.length], self._cache.fork(), mark.chat_id)
             if mark.label:
                 self._save((mark.label,), wait=True)
             if not chunk_ids:
@@ -204,14 +205,16 @@ class Runner:
         self.snapshots = snapshots
         self.evidence_heads: list[tuple[int, int]] = []
         self.graph: DecodeGraph | None = None
+        self._endless = isinstance(decoder.rope, EndlessRope)
         self._capture()
         self._settings = settings
         self._newest: SequenceCache | None = None
+        self._weights_bytes, self._device = decoder.nbytes, decoder.device
 
     @property
     def capacity(self) -> int | None:
         """Tokens of context, prompt and answer together; None where there is no end to them."""
-        return None if isinstance(self.decoder.rope, EndlessRope) else self.plan.context
+        return None if self._endless else self.plan.context
 
     def new_cache(self) -> SequenceCache:
         """An empty cache of the kind that the mode asks for."""
@@ -307,14 +310,23 @@ class Runner:
         if self.snapshots is not None:
             self.snapshots.close()
 
+    def release(self) -> None:
+        """As `close`, and let go of weights and caches: nothing can start here any more, facts can still be asked."""
+        self.close()
+        self.prefixes, self._newest, self.graph = PrefixStore(), None, None
+        del self.decoder, self.pool
+        gc.collect()  # a pool and what reads its history know each other
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def memory(self) -> Memory:
         """Bytes by kind; the KV bytes are those of the newest request."""
         cache = self._newest
         return Memory(
-            self.decoder.nbytes,
+            self._weights_bytes,
             cache.retrieval_bytes if cache else 0,
             cache.streaming_bytes if cache else 0,
-            peak_bytes(self.decoder.device),
+            peak_bytes(self._device),
         )
 
     def describe(self) -> dict[str, Any]:
@@ -338,7 +350,9 @@ def build_runner(
     mask, shape = resolve_shape(config, pattern, settings, device, losses)
     wide = resolve_wide(config, mask, settings, losses)
     plan, chunk = fit(config, shape, settings, device, free_bytes(device))
-    decoder = load_decoder(checkpoint, mask, settings.weights, shape, device, progress, wide)
+    decoder = load_decoder(
+        checkpoint, mask, settings.weights, shape, device, progress, wide, settings.embedding == "int8"
+    )
     if settings.mode == "endless":
         decoder.rope = EndlessRope(Rope(config.rope, config.head_dim, config.max_positions), plan.context)
     history = plan.context * plan.bytes_per_token
@@ -349,6 +363,7 @@ def build_runner(
     described = {
         "mode": settings.mode,
         "weights": settings.weights,
+        "embedding": settings.embedding,
         "kv": str(shape.exact_dtype).removeprefix("torch.") if settings.mode == "endless" else settings.kv,
         "wide_heads": sum(shape.wide_heads),
         "retrieval_ratio": float(mask.mean()),
@@ -380,6 +395,7 @@ def _snapshots(
             VERSION,
             weights,
             settings.weights,
+            settings.embedding,
             mask.tobytes(),
             b"" if wide is None else wide.tobytes(),
             pool.shape,

@@ -91,7 +91,7 @@ def fit(
         raise UsageError(f"--context is {wanted:,}; this model's window is {config.max_positions:,} tokens.")
     limit = usable(device, free)
     for chunk in (settings.chunk,) if settings.chunk else CHUNKS[device.type]:
-        plan = plan_memory(config, shape, settings.weights, wanted, chunk, device)
+        plan = plan_memory(config, shape, settings.weights, wanted, chunk, device, settings.embedding)
         if plan.total_bytes <= limit:
             return plan, chunk
     longest = plan.longest(limit)
@@ -108,7 +108,7 @@ def fit(
             longest,
         )
     log.warning("context limited to %d of %d tokens by memory", longest, wanted)
-    return plan_memory(config, shape, settings.weights, longest, chunk, device), chunk
+    return plan_memory(config, shape, settings.weights, longest, chunk, device, settings.embedding), chunk
 
 
 def usable(device: torch.device, free: int) -> int:
