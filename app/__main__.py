@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, get_args
 
-from app.config import EngineName, Kv, Mode, Settings, Weights
+from app.config import Embedding, EngineName, Kv, Mode, Settings, Weights
 from app.errors import UsageError, describe
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -88,6 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="a file or directory of text like what the model will read, or 'none' (default: a small built-in sample)",
     )
     quantize.add_argument("--calibration-tokens", type=int, metavar="N", help="default 16384")
+    quantize.add_argument("--embedding", choices=get_args(Embedding), help=f"default {Settings.embedding}")
     quantize.add_argument("--pattern", type=Path, metavar="DIR", help="head pattern to store with it")
     quantize.add_argument("--json", action="store_true", help="print one JSON object")
     _threads_flag(quantize)
@@ -158,7 +159,19 @@ def _format_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """A model, its heads, and how weights and cache are held."""
     group = _heads_flags(parser)
     group.add_argument("--weights", choices=get_args(Weights), help=f"default {Settings.weights}")
+    group.add_argument(
+        "--embedding",
+        choices=get_args(Embedding),
+        help=f"embedding and output head; bf16 is fp32 on a CPU (default {Settings.embedding})",
+    )
     group.add_argument("--kv", choices=get_args(Kv), help=f"cache of retrieval heads (default {Settings.kv})")
+    group.add_argument(
+        "--kv-bits",
+        type=float,
+        metavar="B",
+        help="mean bits of kv4 with scales: heads that lose most by 4 bits get 8 in this budget, e.g. 5.25 a quarter "
+        "of them where the head size is 128 (default: 4 bits for all)",
+    )
     group.add_argument(
         "--pattern", type=Path, metavar="DIR", help="head pattern: full_attention_heads.tsv, config.json"
     )

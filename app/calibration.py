@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from app.documents.read import read_document
 from app.errors import BadDocument, UsageError
-from app.model import TextTokenizer
+
+if TYPE_CHECKING:
+    from app.model import TextTokenizer
 
 _SAMPLES = Path(__file__).parent / "samples"
 _OWN_CODE = Path(__file__).parents[1] / "models"

@@ -53,7 +53,7 @@ def report() -> Iterator[str]:
         yield f"Kernels on {device.type}"
         usual = _usual_shape(device)
         rows = kernel_report(device, usual)
-        endless = replace(usual, retrieval_heads=(0,), streaming_heads=(8,), bits=16)
+        endless = replace(usual, retrieval_heads=(0,), streaming_heads=(8,), bits=16, wide_heads=())
         rows += [
             row
             for row in kernel_report(device, endless, endless=True)
@@ -66,9 +66,9 @@ def report() -> Iterator[str]:
 
 
 def _usual_shape(device: torch.device) -> CacheShape:
-    """A layer as most 8B models have it: four query heads a KV head, head size 128; half of its heads stream."""
+    """A layer as most 8B models have it: four query heads a KV head, head size 128; half stream, one has 8 bits."""
     compute = torch.bfloat16 if device.type == "cpu" else torch.float16
-    return CacheShape((4,), (4,), 4, 128, 128, 256, 4, torch.float16, compute)
+    return CacheShape((4,), (4,), 4, 128, 128, 256, 4, torch.float16, compute, wide_heads=(1,))
 
 
 def _version(name: str, absent: str) -> str:

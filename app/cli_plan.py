@@ -12,6 +12,7 @@ import torch
 from app.config import Settings
 from app.errors import UsageError
 from app.model import plan_context
+from models.cache.shape import CacheShape
 
 _DEFAULT_MEMORY = "80GiB"
 _UNITS = {unit: 1000**power for power, unit in enumerate(("", "k", "m", "g", "t"))}
@@ -38,6 +39,7 @@ def plan(settings: Settings, config: Path | None, gpu_memory: str | None, as_jso
         "model_window": window,
         "fits": plan.total_bytes <= limit and plan.context <= window,
         "longest_context": longest,
+        "wide_heads": sum(shape.wide_heads),
         "retrieval_ratio": kept / heads,
         "mode": settings.mode,
         "sink": shape.sink,
@@ -55,7 +57,7 @@ def plan(settings: Settings, config: Path | None, gpu_memory: str | None, as_jso
     else:
         what = [
             ("context", f"{plan.context:,} tokens; the model's window is {window:,}"),
-            ("heads", f"{kept} of {heads} KV heads keep everything"),
+            ("heads", f"{kept} of {heads} KV heads keep everything{_wide(shape)}"),
         ]
     rows = [
         *what,
@@ -72,6 +74,14 @@ def plan(settings: Settings, config: Path | None, gpu_memory: str | None, as_jso
     for name, value in rows:
         print(f"{name:<18} {value}")
     return 0
+
+
+def _wide(shape: CacheShape) -> str:
+    """What --kv-bits gives and costs."""
+    if not any(shape.wide_heads):
+        return ""
+    count, share = sum(shape.wide_heads), sum(shape.wide_heads) / sum(shape.retrieval_heads)
+    return f", {count} of them in 8 bits, which costs {share:.0%} more arithmetic of attention to read a prompt"
 
 
 def parse_size(text: str) -> int:

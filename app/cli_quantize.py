@@ -53,6 +53,7 @@ def quantize(settings: Settings, model: str, out: Path, calibration: str | None,
         texts, name = sample_texts(None if calibration is None else Path(calibration).expanduser())
         sample, counted = sample_windows(Tokenizer(files.path), texts, tokens, checkpoint.config.vocab_size)
         about = {"method": "scales by measured error, GPTQ rounding", "text": name, **counted}
+    about["embedding"] = settings.embedding
     described = formats.metadata(files.name, _revision(files), about, None if pattern is None else pattern.hash())
 
     def finish(folder: Path) -> None:
@@ -70,6 +71,7 @@ def quantize(settings: Settings, model: str, out: Path, calibration: str | None,
             device,
             lambda stage, done: status.show(f"{stage} {done:.0%}"),
             finish,
+            settings.embedding == "int8",
         )
     finally:
         status.clear()

@@ -13,6 +13,7 @@ from app.errors import UsageError
 
 Weights = Literal["w8a8", "bf16", "llm.int8"]
 Kv = Literal["kv4", "kv8", "bf16"]
+Embedding = Literal["bf16", "int8"]
 Mode = Literal["duo", "endless"]
 EngineName = Literal["own", "openai"]
 
@@ -21,8 +22,10 @@ DEFAULT_HUB_MODEL = "gradientai/Llama-3-8B-Instruct-Gradient-4194k"
 
 
 # What says how the own engine works, and nothing to another server.
-_OWN_ENGINE = tuple("mode weights kv pattern retrieval_ratio sink recent chunk threads library_quota".split())
-_NOT_ENDLESS = ("kv", "pattern", "retrieval_ratio", "context", "library_quota")
+_OWN_ENGINE = tuple(
+    "mode weights embedding kv kv_bits pattern retrieval_ratio sink recent chunk threads library_quota".split()
+)
+_NOT_ENDLESS = ("kv", "kv_bits", "pattern", "retrieval_ratio", "context", "library_quota")
 
 
 def _folder(variable: str, default: str) -> Path:
@@ -38,6 +41,7 @@ class Settings:
     """Everything a person can choose; `None` means "automatic". Flags take their defaults from here.
 
     `library_quota` is in GB, None for a quarter of the disk's free space, 0 for nothing saved.
+    `kv_bits`: of an element of a 4-bit history, mean over the retrieval heads, None for 4 bits in each of them.
     `model`: None, "embedded", a hub id, a directory of safetensors, or a .gguf file. `sink`, `recent`, `chunk` and
     `context` are in tokens. `retrieval_ratio` counts only when there is a head pattern. In `mode` "endless" every head
     keeps the first `sink` and the last `recent` tokens, and the context never fills. `auth` holds "user:password",
@@ -49,6 +53,8 @@ class Settings:
     mode: Mode = "duo"
     weights: Weights = "w8a8"
     kv: Kv = "kv4"
+    kv_bits: float | None = None
+    embedding: Embedding = "bf16"
     pattern: Path | None = None
     retrieval_ratio: float = 0.5
     sink: int | None = None
@@ -75,6 +81,7 @@ class Settings:
         _one_of("--mode", self.mode, get_args(Mode))
         _one_of("--weights", self.weights, get_args(Weights))
         _one_of("--kv", self.kv, get_args(Kv))
+        _one_of("--embedding", self.embedding, get_args(Embedding))
         _one_of("--engine", self.engine, get_args(EngineName))
         if (self.engine == "openai") != (self.base_url is not None):
             raise UsageError("--engine openai and --base-url URL belong together: give both or neither.")
@@ -82,6 +89,10 @@ class Settings:
             raise UsageError(f"--base-url is {self.base_url!r}; it must be such as http://127.0.0.1:8000/v1.")
         if self.model is not None and not self.model.strip():
             raise UsageError("--model is empty. Give a hub id, a directory of safetensors or a .gguf file.")
+        if self.kv_bits is not None:
+            _number("--kv-bits", self.kv_bits)
+            if self.kv != "kv4":
+                raise UsageError(f"--kv-bits shares 4 and 8 bits among the heads of --kv kv4, not of {self.kv}.")
         ratio = _number("--retrieval-ratio", self.retrieval_ratio)
         if not 0.0 <= ratio <= 1.0:
             raise UsageError(f"--retrieval-ratio is {ratio:g}; it must be between 0 and 1.")

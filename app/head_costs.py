@@ -6,20 +6,22 @@ from __future__ import annotations
 import io
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from app.config import Kv, Settings
+from app.config import Settings
 from app.engine.sizing import resolve_shape
 from models.cache.plan import plan_memory, weights_bytes
+from models.cache.shape import CacheShape
 from models.config import ModelConfig
 from models.heads import HeadPattern
 from quant.w8a8 import dense_dtype, int8_head
 
 _STEPS = 20  # of the curve
+_MARK = "#2d6a5a"
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class RatioCost:
     cache_bytes: int
     read_bytes: int
     attention: float
+    token_bytes: int = 0  # of cache for one more token
+    total_bytes: int = 0  # of everything that the plan counts
 
     def against(self, other: RatioCost) -> str:
         """What this costs and saves beside another ratio, in words."""
@@ -49,51 +53,57 @@ class RatioCost:
 
 
 @dataclass(frozen=True)
-class SettingCost:
-    """Bytes of everything that the plan counts with these `flags`, and of cache for one more token."""
-
-    flags: str
-    total_bytes: int
-    bytes_per_token: int
-    in_force: bool
-
-
-@dataclass(frozen=True)
 class Heads:
-    """A model's pattern with what its costs depend on."""
+    """A model with its pattern, None where it has none or no head keeps everything, and the settings in force."""
 
     config: ModelConfig
-    pattern: HeadPattern
+    pattern: HeadPattern | None
     settings: Settings
     device: torch.device
 
-    def preview(self, ratio: float, context: int) -> str:
-        """What another ratio would cost and save, beside the one in force."""
-        now, then = (
-            ratio_cost(self.config, self.pattern, self.settings, each, context, self.device)
-            for each in (self.settings.retrieval_ratio, ratio)
-        )
-        return then.against(now)
+    @property
+    def window(self) -> tuple[int, int]:
+        """First and last tokens that a head keeps which does not keep everything."""
+        shape = self._shape(self.settings)
+        return shape.sink, shape.recent
 
-    def other_settings(self, context: int, chunk: int) -> list[SettingCost]:
-        """Formats of the cache, windows and chunks, each changed by itself; `chunk` is the one in force."""
-        _, shape = resolve_shape(self.config, self.pattern, self.settings, self.device)
-        choices: list[tuple[str, str, object, bool]] = [
-            ("--kv", "kv", kv, kv == self.settings.kv) for kv in get_args(Kv)
-        ]
-        for flag, name, now in (("--sink-tokens", "sink", shape.sink), ("--recent", "recent", shape.recent)):
-            choices += [(flag, name, tokens, tokens == now) for tokens in (now, 2 * now)]
-        choices += [("--chunk", "chunk", tokens, tokens == chunk) for tokens in (max(1, chunk // 2), chunk, 2 * chunk)]
-        costs = []
-        for flag, name, value, in_force in choices:
-            settings = replace(self.settings, **{"chunk": chunk, name: value})  # type: ignore[arg-type]
-            _, shape = resolve_shape(self.config, self.pattern, settings, self.device)
-            plan = plan_memory(self.config, shape, settings.weights, context, settings.chunk or chunk, self.device)
-            costs.append(SettingCost(f"{flag} {value}", plan.total_bytes, plan.bytes_per_token, in_force))
-        return costs
+    def compare(self, wanted: Settings, context: int, chunk: int) -> list[tuple[str, str, str]]:
+        """Rows of what the settings in force and others take: what, now, and then with what changes.
+
+        For a sequence of `context` tokens; `chunk` is the one in force.
+        """
+        now, then = self._costs(self.settings, context, chunk), self._costs(wanted, context, chunk)
+
+        def change(before: float, after: float) -> str:
+            return "" if round(after / before, 2) == 1 else f" ({(after / before - 1) * 100:+.0f} %)"
+
+        rows = []
+        if self.pattern is not None:
+            rows.append(("Heads that keep everything", f"{now.heads}", f"{then.heads}"))
+        for what, name, text in (
+            (f"Cache of {context:,} tokens", "cache_bytes", _megabytes),
+            ("One more token of cache", "token_bytes", lambda n: f"{n:,} bytes"),
+            ("Read from memory for each new word", "read_bytes", _megabytes),
+            ("Memory in all, weights included", "total_bytes", _megabytes),
+            ("Arithmetic of attention in reading", "attention", lambda share: f"{share:.0%} of all heads full"),
+        ):
+            before, after = getattr(now, name), getattr(then, name)
+            if before or after:
+                rows.append((what, text(before), text(after) + (change(before, after) if before else "")))
+        return rows
+
+    def _shape(self, settings: Settings) -> CacheShape:
+        return resolve_shape(self.config, self.pattern, settings, self.device)[1]
+
+    def _costs(self, settings: Settings, context: int, chunk: int) -> RatioCost:
+        cost = ratio_cost(self.config, self.pattern, settings, settings.retrieval_ratio, context, self.device)
+        shape, chunk = self._shape(settings), settings.chunk or chunk
+        plan = plan_memory(self.config, shape, settings.weights, context, chunk, self.device, settings.embedding)
+        return replace(cost, token_bytes=plan.bytes_per_token, total_bytes=plan.total_bytes)
 
     def picture(self, context: int) -> bytes:
-        """A PNG, see `draw`."""
+        """A PNG, see `draw`; there must be a pattern."""
+        assert self.pattern is not None
         costs = [
             ratio_cost(self.config, self.pattern, self.settings, i / _STEPS, context, self.device)
             for i in range(_STEPS + 1)
@@ -104,7 +114,12 @@ class Heads:
 
 
 def ratio_cost(
-    config: ModelConfig, pattern: HeadPattern, settings: Settings, ratio: float, context: int, device: torch.device
+    config: ModelConfig,
+    pattern: HeadPattern | None,
+    settings: Settings,
+    ratio: float,
+    context: int,
+    device: torch.device,
 ) -> RatioCost:
     """The cost at one ratio. A speed is not promised: bytes and arithmetic are what the hardware has to get through."""
     _, shape = resolve_shape(config, pattern, replace(settings, retrieval_ratio=ratio), device)
@@ -118,8 +133,16 @@ def ratio_cost(
     return RatioCost(ratio, heads, context, cache, _read_weights(config, settings, device) + cache, share)
 
 
+def _megabytes(count: float) -> str:
+    return f"{count / 1e6:,.0f} MB" if count < 1e9 else f"{count / 1e9:,.1f} GB"
+
+
 def _read_weights(config: ModelConfig, settings: Settings, device: torch.device) -> int:
     """Bytes of weights that one token reads: of the embedding a row, of an output head that has int8 codes those."""
+    if settings.embedding == "int8":
+        held = config.vocab_size * (config.hidden_size + 4)
+        copies = 1 if not config.tied_embeddings or device.type == "cpu" else 0  # beside what the head reads
+        return weights_bytes(config, settings.weights, device, "int8") - copies * held
     dense = config.vocab_size * config.hidden_size * dense_dtype(device).itemsize
     matrices = 1 if config.tied_embeddings else 2
     read = 0 if settings.weights == "w8a8" and int8_head(device) else 1
@@ -131,23 +154,35 @@ def draw(pattern: HeadPattern, mask: NDArray[np.bool_], costs: list[RatioCost], 
     from matplotlib.figure import Figure  # slow to import
 
     layers, heads = pattern.scores.shape
-    figure = Figure((5 + 0.35 * heads, max(4.0, 0.16 * layers + 1.2)), layout="constrained")
-    table, curve = figure.subplots(1, 2, width_ratios=[0.5 + 0.35 * heads, 5])
-    image = table.imshow(pattern.scores, cmap="viridis", aspect="auto")
+    figure = Figure((6 + 0.35 * heads, max(4.4, 0.16 * layers + 1.4)), layout="constrained")
+    table, curve = figure.subplots(1, 2, width_ratios=[1.2 + 0.35 * heads, 5])
+    image = table.imshow(pattern.scores, cmap="Greys", vmin=min(0.0, pattern.scores.min()), aspect="auto")
     rows, columns = np.nonzero(mask)
-    table.scatter(columns, rows, marker="s", s=14, facecolors="none", edgecolors="red")
-    table.set(xlabel="KV head", ylabel="layer", title=f"{int(mask.sum())} of {mask.size}")
+    table.scatter(columns, rows, marker="s", s=16, color=_MARK)
+    title = f"{int(mask.sum())} of {mask.size} heads (green)\nkeep everything"
+    table.set(xlabel="KV head", ylabel="layer, from the input on", title=title)
+    table.title.set_fontsize(10)
     table.set_xticks(range(0, heads, max(1, heads // 8)))
-    figure.colorbar(image, ax=table, label="score")
+    bar = figure.colorbar(image, ax=table, label="how much it needs the past (score)")
+    bar.outline.set_visible(False)
     ratios, most = [cost.ratio for cost in costs], costs[-1]
-    for name, values, whole in (
-        ("cache", [cost.cache_bytes for cost in costs], most.cache_bytes),
-        ("read for a token", [cost.read_bytes for cost in costs], most.read_bytes),
-        ("attention in prefill", [cost.attention for cost in costs], most.attention),
+    for name, style, values, whole in (
+        ("memory of the cache", "-", [cost.cache_bytes for cost in costs], most.cache_bytes),
+        ("memory read for each new word", "--", [cost.read_bytes for cost in costs], most.read_bytes),
+        ("arithmetic of attention in reading", "-.", [cost.attention for cost in costs], most.attention),
     ):
-        curve.plot(ratios, [value / whole for value in values], label=name)
-    curve.axvline(ratio, color="grey", linewidth=0.8, linestyle=":")
-    curve.set(xlabel="retrieval ratio", ylabel="share of ratio 1", ylim=(0, 1.05), xlim=(0, 1))
-    curve.set_title(f"{most.context:,} tokens; all heads: {most.cache_bytes / 1e6:,.0f} MB of cache", fontsize=9)
-    curve.legend()
+        curve.plot(ratios, [value / whole for value in values], style, label=name)
+    curve.axvline(ratio, color=_MARK, linewidth=1)
+    curve.annotate(f" in force: {ratio:.0%}", (ratio, 1.02), color=_MARK, fontsize=9)
+    curve.set(xlabel="share of heads that keep everything", ylabel="of what it takes with all heads", xlim=(0, 1))
+    curve.set_ylim(0, 1.08)
+    for axis in (curve.xaxis, curve.yaxis):
+        axis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    curve.set_title(
+        f"What more heads take, at {most.context:,} tokens\n(all heads: {_megabytes(most.cache_bytes)} of cache)",
+        fontsize=10,
+    )
+    curve.grid(alpha=0.3)
+    curve.legend(loc="lower right", fontsize=9)
+    curve.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=120, format="png")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 from app.engine.detokenize import Detokenizer
 from app.engine.engine import Engine
 from app.engine.snapshots import SnapshotStore
-from app.engine.stats import CostModel, Totals
-from app.engine.types import GenerationRequest, SamplingParams
+from app.engine.stats import CostModel
+from app.engine.types import GenerationRequest, SamplingParams, Timings
 from app.library.documents import DocumentStore
 from app.model import OpenModel
 from app.probe import build_probe
@@ -32,6 +33,14 @@ class Loaded:
         self.engine = Engine(
             model.runner, lambda stop: Detokenizer(model.tokenizer, stop), CostModel(model.quadratic_cost)
         )
+
+    def exchange(self, model: OpenModel) -> None:
+        """Go on with the same model, opened anew with other settings; for `Engine.between`."""
+        self.model = model
+        self.engine.runner = model.runner
+        self.engine.cost = CostModel(model.quadratic_cost)
+        self.engine.timings = Timings()
+        self.warm_up()
 
     @property
     def snapshots(self) -> SnapshotStore | None:
@@ -72,5 +81,6 @@ class Loaded:
             length = max(1, min(length, runner.capacity - 2))
         words = self.model.tokenizer.encode_text("The quick brown fox jumps over the lazy dog. ") or [0]
         prompt = tuple((words * (length // len(words) + 1))[:length])
+        totals = replace(self.engine.totals, requests=dict(self.engine.totals.requests))
         self.engine.submit(GenerationRequest(prompt, SamplingParams(max_new_tokens=2))).result()
-        self.engine.totals = Totals()
+        self.engine.totals = totals

@@ -20,6 +20,7 @@ from app.engine.runner import build_runner
 from app.engine.sizing import CHUNKS, resolve_shape
 from app.errors import OctavoError, UsageError
 from app.head_costs import Heads
+from app.kv_bits import head_losses
 from app.prompt import PromptTokenizer
 from app.tokenizer import Tokenizer
 from models.cache.plan import MemoryPlan, plan_memory
@@ -43,9 +44,10 @@ PATTERN_FOLDER = "pattern"  # inside a checkpoint of our own
 
 
 class Runner(engine.Runner, Protocol):
-    """A runner that also tells its settings and backends."""
+    """A runner that also tells its settings and backends, and can make room for another."""
 
     def describe(self) -> dict[str, Any]: ...
+    def release(self) -> None: ...
 
 
 class TextTokenizer(PromptTokenizer, TokenBytes, Protocol):
@@ -80,7 +82,7 @@ class OpenModel:
     quadratic_cost: float = 0.0
     note: str = ""
     pattern_note: str = ""
-    heads: Heads | None = None  # where there is a head pattern in use
+    heads: Heads | None = None  # None for another server's model
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,18 @@ def open_model(settings: Settings, progress: LoadProgress) -> OpenModel:
     note = files.note
     if settings.mode == "duo" and settings.kv == "kv4" and (warning := key_warning(checkpoint)):
         note = f"{note} {warning}".strip()
-    runner = build_runner(checkpoint, pattern, settings, lambda done: progress("Reading the weights", 0.1 + 0.8 * done))
+    losses = None
+    if settings.kv_bits is not None and settings.mode == "duo":
+        measuring = lambda done: progress("Measuring what 4 bits cost each head", 0.1 * done)  # noqa: E731
+        losses = head_losses(
+            checkpoint,
+            tokenizer,
+            settings.cache_dir,
+            torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+            measuring,
+        )
+    reading = lambda done: progress("Reading the weights", 0.1 + 0.8 * done)  # noqa: E731
+    runner = build_runner(checkpoint, pattern, settings, reading, losses)
     progress("Preparing the kernels", 0.92)
     runner.warm_up()
     plan = runner.plan
@@ -125,7 +138,7 @@ def open_model(settings: Settings, progress: LoadProgress) -> OpenModel:
         quadratic_cost=_quadratic_cost(config, runner.describe()["retrieval_ratio"]),
         note=note,
         pattern_note=pattern_note,
-        heads=Heads(config, pattern, settings, runner.decoder.device) if pattern and settings.mode == "duo" else None,
+        heads=Heads(config, pattern, settings, runner.decoder.device),
     )
 
 
@@ -203,7 +216,7 @@ def plan_context(
     chunk = settings.chunk or CHUNKS[device.type][-1]
     if context is None:
         context = shape.sink + shape.recent
-    plan = plan_memory(config, shape, settings.weights, context, chunk, device)
+    plan = plan_memory(config, shape, settings.weights, context, chunk, device, settings.embedding)
     return plan, config, shape
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ from app.chat import Chat, Selection, Turn, ids_of, new_sources, selection_of
 from app.config import Settings
 from app.conversation import AnswerMemory, Message, exchanges
 from app.documents import Document, read_safely
+from app.engine.engine import let_go
 from app.engine.generation import Generation
 from app.engine.sampler import check_sampling
 from app.engine.snapshots import SnapshotStore
 from app.engine.types import Done, GenerationRequest, Mark, SamplingParams
 from app.errors import ContextTooLong, NotReady, UsageError
 from app.evaluation.examiner import Examiner
-from app.evaluation.selftest import Seen, self_test
+from app.evaluation.selftest import SelfTest
 from app.evidence import passages, quotes
 from app.forgetting import MemoryBegins, memory_begins
 from app.head_costs import Heads
@@ -89,8 +90,7 @@ class ChatService:
             self.tidy()
             model = self._opener(self.settings, report)
             loaded = Loaded(model, self.library.documents)
-            if (snapshots := loaded.snapshots) is not None:
-                snapshots.pinned = self.library.pinned
+            self._pin(loaded)
             report("Warming up", 0.95)
             try:
                 loaded.warm_up()
@@ -105,6 +105,69 @@ class ChatService:
             report("Ready", 1.0)
         except Exception as error:
             self.load_error = error
+
+    @property
+    def changeable(self) -> tuple[str, ...]:
+        """Settings that `change` takes: those of the cache that mean something for this model and mode."""
+        if self.settings.engine != "own" or (loaded := self._loaded) is None:
+            return ()
+        if self.settings.mode == "endless":
+            return ("sink", "recent", "chunk")
+        patterned = loaded.model.heads is not None and loaded.model.heads.pattern is not None
+        formats = ("kv", "kv_bits", "chunk")
+        return ("retrieval_ratio", "sink", "recent", *formats) if patterned else formats
+
+    def change(self, values: Mapping[str, Any], progress: LoadProgress | None = None) -> None:
+        """Go on with other settings, some of `changeable`, for everybody; returns when they are in force.
+
+        What was asked before is answered first, and what is asked meanwhile waits in line while the model is opened
+        anew. Chats stay; what they have read is read again, or comes from disk where these settings were used before.
+        Raises UsageError, and what opening the model raises: then the settings before are in force again.
+        """
+        loaded = self._need()
+        if wrong := sorted(set(values) - set(self.changeable)):
+            known = ", ".join(self.changeable) or "nothing"
+            raise UsageError(f"{', '.join(wrong)} cannot be changed here while Octavo runs; {known} can.")
+        replace(self.settings, **values)  # values that cannot be are told before anybody waits
+        report = progress or (lambda stage, fraction: None)
+
+        def work() -> None:
+            before, wanted = self.settings, replace(self.settings, **values)
+            if wanted == before:
+                return
+            loaded.model.runner.release()
+            failed = self._exchange(loaded, wanted, report)
+            if failed is None:
+                self.settings = wanted
+                return
+            report("Going back to the settings before", 0.0)
+            if (lost := self._exchange(loaded, before, report)) is not None:
+                self.load_error, self._loaded = lost, None
+                loaded.engine.close()
+            raise failed
+
+        report("Waiting for the answers in front", 0.0)
+        loaded.engine.between(work)
+        report("Ready", 1.0)
+
+    def _exchange(self, loaded: Loaded, settings: Settings, report: LoadProgress) -> Exception | None:
+        """Open the model anew and go on with it, in the engine's worker; else why not, and then nothing is held."""
+        model = None
+        try:
+            model = self._opener(settings, report)
+            report("Warming up", 0.95)
+            loaded.exchange(model)
+            self._pin(loaded)
+        except Exception as error:
+            if model is not None:
+                model.runner.release()
+            let_go(error)
+            return error
+        return None
+
+    def _pin(self, loaded: Loaded) -> None:
+        if (snapshots := loaded.snapshots) is not None:
+            snapshots.pinned = self.library.pinned
 
     def close(self) -> None:
         """Cancel what runs and let go of the model."""
@@ -311,16 +374,15 @@ class ChatService:
 
     @property
     def heads(self) -> Heads | None:
-        """The loaded model's head pattern and what other ratios would cost; None where it has none."""
+        """The loaded model's head pattern, and what other settings of the cache would cost."""
         return loaded.model.heads if (loaded := self._loaded) is not None else None
 
-    def self_test(self, document: Document | Selection, count: int) -> Iterator[Seen]:
-        """Plants `count` facts in a document and asks for each: what of the document the model really sees."""
+    def self_test(self, document: Document | Selection, count: int) -> SelfTest:
+        """A test of what of a document the model really sees: `count` facts are planted in it and asked for."""
         if self.settings.engine != "own":
             raise UsageError("The self-test needs the own engine, not another server.")
         loaded = self._need()
-        source = document if isinstance(document, Selection) else Selection.whole(document)
-        yield from self_test(Examiner(loaded.model, loaded.engine), source.text, count)
+        return SelfTest(Examiner(loaded.model, loaded.engine), selection_of(document).text, count)
 
     def saved_bytes(self, label: str | None = None) -> int:
         """Bytes on disk of what was read of a document, or of everything; 0 where nothing is saved."""

@@ -50,7 +50,7 @@ def device_name(threads: int) -> str:
     return f"{model} ({threads} threads, {torch.backends.cpu.get_cpu_capability()}{units})"
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit that runs, marked where sources differ from it; "unknown" without git, and for a person to fill in."""
 
     def git(*words: str) -> str:
@@ -70,7 +70,7 @@ def finish(benchmark: str, argv: list[str], bars: list[Bar], details: Any, as_js
     result = {
         "benchmark": benchmark,
         "device": device_name(threads),
-        "commit": _commit(),
+        "commit": commit(),
         "command": " ".join(["python -m app bench", benchmark, *argv]),
         "bars": [asdict(bar) for bar in bars],
         "details": details,

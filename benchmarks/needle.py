@@ -1,13 +1,17 @@
 """What the embedded model finds in its context unquantised and as it runs, and what its head pattern is worth.
 
-The needle grid goes through the engine as in use. Perplexity is of the second half of Python's manual, which the
-pattern was not made with.
+The needle grid goes through the engine as in use. Perplexity is of six stretches of text of kinds that the pattern was
+not made with, half prose and half code, and beside them of two stretches of Python's manual, half of which it was.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import json
 import math
+import pydoc_data.topics
+import sysconfig
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -18,26 +22,35 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+import app
 from app.__main__ import main as command_line
 from app.config import EMBEDDED_MODEL, Settings
 from app.evaluation.examiner import Examiner, Journal
-from app.evaluation.haystack import Haystack, read_haystack
+from app.evaluation.haystack import Haystack
 from app.evaluation.needle import Grid, needle
-from app.model import choose_pattern, find_model, open_model
-from benchmarks._report import Bar, at_least, at_most, finish
+from app.model import OpenModel, TextTokenizer, choose_pattern, find_model, open_model
+from benchmarks._report import Bar, at_least, at_most, commit, finish
 from models.heads import HeadPattern
+from models.identify import agreement
 
 _LENGTHS = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 7500)
 _PATTERN_LENGTHS = (2048, 4096, 7500)
-_PERPLEXITY_TOKENS = 8192
+_WINDOW = 8192  # tokens of a stretch
+_PIECE = 1024  # tokens read between two looks at the logits
+_FULL, _DUO, _SERVED = "full bf16", "duo 50 %", "duo 50 % + KV4 + W8A8"
+_OTHERS = ("random 50 %", "inverted 50 %")
+
+_PACKAGES = "gradio transformers fastapi huggingface_hub pydantic numpy httpx rich requests tqdm typer click".split()
+_MODULES = ("argparse", "tarfile", "typing")
 
 
 @dataclass(frozen=True)
 class _Side:
-    """A setting to ask at."""
+    """A setting to ask at, and the grid that it is asked."""
 
     name: str
     settings: Settings
+    grid: Grid
 
 
 def main(argv: list[str]) -> int:
@@ -46,94 +59,179 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--trials", type=int, default=1, help="questions a cell of the grid (default 1)")
     parser.add_argument("--published", type=Path, metavar="DIR", help="check the published head patterns in DIR too")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="keep what is done there; a stopped run goes on from it"
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     published = [] if args.published is None else _published(args.published)
-    text = read_haystack(None)
-    text = text[len(text) // 2 :]
     served = Settings(model=EMBEDDED_MODEL, library_quota=0.0, threads=args.threads)
-    plain = replace(served, weights="bf16", kv="bf16")
     pattern, _ = choose_pattern(find_model(served), served)
     assert pattern is not None
-    bars: list[Bar] = []
     details: dict[str, Any] = {}
-
-    with tempfile.TemporaryDirectory() as folder:
-        bars += _identification(Path(folder), args.threads)
-        sides = _patterns(pattern, plain, Path(folder))
-        for side in [*sides, _Side("duo 50 % + KV4 + W8A8", served)]:
-            whole = side.name in ("full bf16", "duo 50 % + KV4 + W8A8")
-            grid = Grid(_LENGTHS if whole else _PATTERN_LENGTHS, trials=args.trials)
-            found = details[side.name] = _measure(side, text, grid, Path(folder) / f"{len(details)}.jsonl")
-            print(f"{side.name:<24} {found['accuracy']:7.1%} perplexity {found['perplexity']:.3f}", flush=True)
-
-    full, ours, duo = (details[name] for name in ("full bf16", "duo 50 % + KV4 + W8A8", "duo 50 %"))
-    at = [_LENGTHS.index(length) for length in _PATTERN_LENGTHS]
-    full_there = float(np.mean([full["hits"][i] for i in at]))
-    points = 100 * (full["accuracy"] - ours["accuracy"])
-    bars.append(at_most("needle grid: full bf16 less duo + KV4 + W8A8", points, "points", 2))
-    bars.append(at_least("pass codes: duo 50 % less full", 100 * (duo["accuracy"] - full_there), "points", 0))
-    for name, least in (("duo 50 %", None), ("random 50 %", 2.0), ("inverted 50 %", 2.0)):
-        dearer = 100 * (details[name]["perplexity"] / full["perplexity"] - 1)
-        if least is None:
-            bars.append(at_most(f"perplexity at 8K: {name}", dearer, "%", 1))
-        else:
-            bars.append(at_least(f"perplexity at 8K: {name}", dearer, "%", least))
-            lost = 100 * (full_there - details[name]["accuracy"])
-            bars.append(at_least(f"pass codes lost: {name}", lost, "points", 10))
-    bars += published
-    finish("needle", argv, bars, details, args.json, args.threads)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.out or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        for side in _sides(pattern, served, args.trials, folder):
+            details[side.name] = _measure(side, folder)
+        identified = _identification(folder, pattern, args.threads)
+    bars = [*_identification_bars(identified, args.threads), *_bars(details), *published]
+    finish("needle", argv, bars, details | {"identification": identified}, args.json, args.threads)
     return 0 if all(bar.holds for bar in bars) else 1
 
 
-def _identification(folder: Path, threads: int) -> list[Bar]:
-    """On a GPU the whole way, as the pattern was made; on a CPU the training-free one."""
-    out = folder / "pattern"
-    flags = ["identify", "--model", EMBEDDED_MODEL, "--out", str(out), "--sink", "128", "--recent", "512"]
-    gpu = torch.cuda.is_available()
-    flags += ["--steps", "120", "--refine", "3"] if gpu else ["--training-free", "--threads", str(threads)]
-    begin = time.perf_counter()
-    if command_line(flags) != 0:
-        raise RuntimeError("identification failed")
-    seconds = time.perf_counter() - begin
-    if gpu:
-        return [at_most("identification, gates and refinement, one GPU", seconds / 60, "min", 10)]
-    return [at_most(f"identification, training-free, {threads} CPU cores", seconds / 60, "min", 15)]
-
-
-def _patterns(pattern: HeadPattern, plain: Settings, folder: Path) -> list[_Side]:
-    """Full attention and patterns of the same size, unquantised: ours, one by chance, and ours inverted."""
+def _sides(pattern: HeadPattern, served: Settings, trials: int, folder: Path) -> list[_Side]:
+    """Full attention and patterns of one size, unquantised (ours, one by chance, ours inverted), and all as served."""
+    plain, few = replace(served, weights="bf16", kv="bf16"), Grid(_PATTERN_LENGTHS, trials=trials)
+    every = Grid(_LENGTHS, trials=trials)
+    sides = [
+        _Side(_FULL, replace(plain, retrieval_ratio=1.0), every),
+        _Side(_DUO, plain, few),
+        _Side(_SERVED, served, every),
+    ]
     chance = np.random.default_rng(0).permutation(pattern.scores.size).reshape(pattern.scores.shape)
-    sides = [_Side("full bf16", replace(plain, retrieval_ratio=1.0)), _Side("duo 50 %", plain)]
-    for name, scores in (("random", chance.astype(float)), ("inverted", -pattern.scores)):
+    for name, scores in zip(_OTHERS, (chance.astype(float), -pattern.scores), strict=True):
         replace(pattern, scores=scores, source=name).save(folder / name)
-        sides.append(_Side(f"{name} 50 %", replace(plain, pattern=folder / name)))
+        sides.append(_Side(name, replace(plain, pattern=folder / name), few))
     return sides
 
 
-def _measure(side: _Side, text: str, grid: Grid, file: Path) -> dict[str, Any]:
-    """The grid through the engine, and the perplexity over two windows of the text."""
+def _stretches(tokenizer: TextTokenizer) -> dict[str, list[int]]:
+    """Token ids of each stretch by its name; the names of the manual's begin with "manual"."""
+    samples = Path(app.__file__).parent / "samples"
+    laws = "\n\n".join(file.read_text(encoding="utf-8") for file in sorted(samples.glob("*.txt")))
+    about: list[Any] = [importlib.metadata.metadata(name) for name in _PACKAGES]
+    described = "\n\n".join(str(one.get_payload() or one.get("Description") or "") for one in about)
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    texts = {"prose: laws": laws, "prose: packages": described}
+    texts |= {f"code: {name}": (stdlib / f"{name}.py").read_text(encoding="utf-8") for name in _MODULES}
+    found = {}
+    for name, text in texts.items():
+        ids = tokenizer.encode_text(text)
+        for part in range(2 if name == "prose: packages" else 1):
+            stretch = ids[part * _WINDOW : (part + 1) * _WINDOW]
+            if len(stretch) < _WINDOW:
+                raise RuntimeError(f"{name} has too few tokens for stretch {part + 1} of {_WINDOW}")
+            found[f"{name} {part + 1}" if part else name] = stretch
+    manual = Haystack.of(_manual(), tokenizer)
+    for part, start in enumerate((0, len(manual.ids) // 2)):
+        found[f"manual {part + 1}"] = manual.take(_WINDOW, start)
+    return found
+
+
+def _manual() -> str:
+    """The half of Python's manual that the pattern was not made with."""
+    text = "\n\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
+    return text[len(text) // 2 :]
+
+
+def _measure(side: _Side, folder: Path) -> dict[str, Any]:
+    """The grid through the engine, and the loss a token over each stretch of text."""
+    begin = time.perf_counter()
+
+    def say(what: str) -> None:
+        print(f"{time.perf_counter() - begin:6.0f} s  {side.name}: {what}", flush=True)
+
+    head: dict[str, Any] = {"commit": commit(), "side": side.name}
+    losses = Journal(folder / f"{side.name} perplexity.jsonl", head)
+    head |= {"lengths": side.grid.lengths, "trials": side.grid.trials}
+    asked = Journal(folder / f"{side.name} needle.jsonl", head)
     model = open_model(side.settings, lambda stage, done: None)
-    haystack = Haystack.of(text, model.tokenizer)
-    runner: Any = model.runner
-    losses = []
-    for start in (0, len(haystack.ids) // 2):
-        ids = torch.tensor(haystack.take(_PERPLEXITY_TOKENS, start))
-        cache, loss = runner.new_cache(), 0.0
-        for at in range(0, len(ids) - 1, 1024):
-            piece = ids[at : min(at + 1024, len(ids) - 1)]
-            logits = runner.decoder.logits(runner.decoder.forward(piece, cache))
-            wanted = ids[at + 1 : at + 1 + len(piece)].to(logits.device)
-            loss += F.cross_entropy(logits, wanted, reduction="sum").item()
-        cache.release()
-        losses.append(loss / (len(ids) - 1))
     examiner = Examiner(model)
     try:
-        result = needle(examiner, haystack, grid, Journal(file, {}))
+        for name, ids in _stretches(model.tokenizer).items():
+            if name not in losses:
+                losses.add(name, loss=_loss(model, ids))
+                say(f"{name} {losses.rows[name]['loss']:.4f}")
+
+        def progress(done: int, total: int) -> None:
+            if done % 10 == 0:
+                say(f"{done} of {total} asked")
+
+        result = needle(examiner, Haystack.of(_manual(), model.tokenizer), side.grid, asked, progress)
     finally:
         examiner.close()
-    return result | {"perplexity": math.exp(float(np.mean(losses))), "settings": examiner.settings}
+    say(f"{result['accuracy']:.1%} found")
+    return result | {"loss": {n: row["loss"] for n, row in losses.rows.items()}, "settings": examiner.settings}
+
+
+def _loss(model: OpenModel, stretch: list[int]) -> float:
+    """Nats a token, read as prompts are read."""
+    runner: Any = model.runner
+    ids = torch.tensor(stretch)
+    cache, loss = runner.new_cache(), 0.0
+    for at in range(0, len(ids) - 1, _PIECE):
+        piece = ids[at : min(at + _PIECE, len(ids) - 1)]
+        logits = runner.decoder.logits(runner.decoder.forward(piece, cache))
+        wanted = ids[at + 1 : at + 1 + len(piece)].to(logits.device)
+        loss += F.cross_entropy(logits, wanted, reduction="sum").item()
+    cache.release()
+    return loss / (len(ids) - 1)
+
+
+def _dearer(details: dict[str, Any], name: str, manual: bool) -> dict[str, float]:
+    """What each stretch's perplexity is above full attention's, in percent; of the manual's stretches or the others."""
+    full, other = details[_FULL]["loss"], details[name]["loss"]
+    kept = [stretch for stretch in full if stretch.startswith("manual") == manual]
+    return {stretch: 100 * (math.exp(other[stretch] - full[stretch]) - 1) for stretch in kept}
+
+
+def _bars(details: dict[str, Any]) -> list[Bar]:
+    """The grids and perplexities against full attention; prints the table of perplexities."""
+    full, served, duo = (details[name] for name in (_FULL, _SERVED, _DUO))
+    full_there = float(np.mean([full["hits"][_LENGTHS.index(length)] for length in _PATTERN_LENGTHS]))
+    points = 100 * (full["accuracy"] - served["accuracy"])
+    bars = [
+        at_most("needle grid: full bf16 less duo + KV4 + W8A8", points, "points", 2),
+        at_least("pass codes: duo 50 % less full", 100 * (duo["accuracy"] - full_there), "points", 0),
+    ]
+    for name in (_DUO, *_OTHERS, _SERVED):
+        apart, manual = _dearer(details, name, False), _dearer(details, name, True)
+        mean, of_manual = (
+            100 * math.expm1(np.mean([math.log1p(x / 100) for x in d.values()])) for d in (apart, manual)
+        )
+        details[name]["perplexity_above_full_percent"] = apart | manual | {"mean without the manual": mean}
+        each = ", ".join(f"{stretch} {above:+.2f} %" for stretch, above in (apart | manual).items())
+        print(f"{name}: perplexity {mean:+.2f} %, the manual {of_manual:+.2f} % ({each})")
+        if name == _DUO:
+            bars.append(at_most(f"perplexity at 8K, mean of {len(apart)} texts: {name}", mean, "%", 1))
+        elif name in _OTHERS:
+            bars.append(at_least(f"perplexity at 8K, mean of {len(apart)} texts: {name}", mean, "%", 2))
+            lost = 100 * (full_there - details[name]["accuracy"])
+            bars.append(at_least(f"pass codes lost: {name}", lost, "points", 10))
+    return bars
+
+
+def _identification(folder: Path, pattern: HeadPattern, threads: int) -> dict[str, Any]:
+    """Minutes of identification, and how far its heads are the shipped pattern's.
+
+    On a GPU the whole way, as that pattern was made; on a CPU the training-free one.
+    """
+    out = folder / "pattern"
+    done = Journal(folder / "identification.jsonl", {"commit": commit()})
+    if "it" not in done:
+        flags = ["identify", "--model", EMBEDDED_MODEL, "--out", str(out), "--sink", "128", "--recent", "512"]
+        gpu = torch.cuda.is_available()
+        flags += ["--steps", "120", "--refine", "3"] if gpu else ["--training-free", "--threads", str(threads)]
+        begin = time.perf_counter()
+        if command_line(flags) != 0:
+            raise RuntimeError("identification failed")
+        minutes = (time.perf_counter() - begin) / 60
+        figures = json.loads((out / "identify.json").read_text(encoding="utf-8"))
+        common, correlation = agreement(HeadPattern.load(out).scores, pattern.scores, 0.5)
+        shipped = {"common_heads": common, "rank_correlation": correlation}
+        done.add("it", gpu=gpu, minutes=minutes, agreement_with_the_shipped_pattern=shipped, figures=figures)
+    found = done.rows["it"]
+    common, correlation = found["agreement_with_the_shipped_pattern"].values()
+    print(f"found anew, {common:.0%} of the heads are the shipped pattern's, rank correlation {correlation:.2f}")
+    return found
+
+
+def _identification_bars(found: dict[str, Any], threads: int) -> list[Bar]:
+    if found["gpu"]:
+        return [at_most("identification, gates and refinement, one GPU", found["minutes"], "min", 10)]
+    return [at_most(f"identification, training-free, {threads} CPU cores", found["minutes"], "min", 15)]
 
 
 def _published(folder: Path) -> list[Bar]:

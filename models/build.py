@@ -18,7 +18,7 @@ from models.turn import FOLDED, rotate_values, turn_residual
 from quant import kv4, llm_int8
 from quant.formats import QuantizedWeight
 from quant.llm_int8 import LlmInt8Linear
-from quant.w8a8 import DenseLinear, Head, Linear, W8A8Head, W8A8Linear, dense_dtype, int8_head
+from quant.w8a8 import DenseLinear, Head, Linear, W8A8Head, W8A8Linear, dense_dtype, int8_head, quantize_weight
 
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -36,7 +36,7 @@ class Build:
     layer, `make_head` the output head; `place` puts unquantised tensors in their dtype and device. `rotate_values`
     folds the rotation of the heads' values into their projections; `rotate_residual` turns the whole residual stream,
     which takes the outliers out of what W8A8 layers read (QuaRot, Ashkboos et al., 2024). `turned`: the checkpoint has
-    both folded in already.
+    both folded in already. `int8_embedding` rounds it, and the head with it; one that is in int8 already stays so.
     """
 
     mask: np.ndarray
@@ -48,6 +48,7 @@ class Build:
     device: torch.device
     turned: bool = False
     wide: np.ndarray | None = None
+    int8_embedding: bool = False
 
 
 def build_decoder(
@@ -61,31 +62,44 @@ def build_decoder(
     parts: list[Parts] = [{} for _ in range(config.num_layers)]
     wanted = [layer_names(config, i, how.turned) for i in range(len(parts))]
     layers: list[Layer | None] = [None] * config.num_layers
-    top: dict[str, Tensor] = {}
+    top: dict[str, Weight] = {}
     for count, (name, tensor) in enumerate(tensors):
         if name.startswith("model.layers."):
             index, rest = name.removeprefix("model.layers.").split(".", 1)
             i = int(index)
             parts[i][rest] = tensor.to(how.device)
             if parts[i].keys() == wanted[i]:
-                layers[i] = _layer(config, how, i, parts[i])
+                layers[i] = layer_from(config, how, i, parts[i])
                 parts[i] = {}
-        elif isinstance(tensor, Tensor):
+        else:
             top[name] = tensor
         progress((count + 1) / len(shapes))
     missing = {_EMBEDDING, _NORM} - top.keys() | {f"layer {i}" for i, layer in enumerate(layers) if layer is None}
     if missing:
         raise BadCheckpoint(f"The checkpoint lacks tensors of: {', '.join(sorted(missing))}.")
-    embedding = how.place(top[_EMBEDDING])
-    head = how.make_head(embedding if config.tied_embeddings else how.place(top[_HEAD]), None)
+    embedding, head = _ends(how, top[_EMBEDDING], top.get(_HEAD))
+    norm = top[_NORM]
+    assert isinstance(norm, Tensor)
     return Decoder(
         config,
         embedding,
         [layer for layer in layers if layer is not None],
-        top[_NORM].to(how.device, torch.float32),
+        norm.to(how.device, torch.float32),
         head,
         kv4.rotation(config.hidden_size).to(how.device) if how.rotate_residual or how.turned else None,
     )
+
+
+def _ends(how: Build, embedding: Weight, head: Weight | None) -> tuple[Weight, Head]:
+    """Embedding and output head; `head` is None where it is the embedding's weight."""
+    if not (how.int8_embedding or isinstance(embedding, QuantizedWeight)):
+        placed = how.place(embedding)
+        if isinstance(head, QuantizedWeight):
+            head = head.dequantize()
+        return placed, how.make_head(placed if head is None else how.place(head), None)
+    rounded = embedding if isinstance(embedding, QuantizedWeight) else QuantizedWeight(*quantize_weight(embedding))
+    rounded = rounded.to(how.device)
+    return rounded, W8A8Linear.from_float(rounded if head is None else head.to(how.device))
 
 
 def layer_names(config: ModelConfig, index: int, turned: bool) -> set[str]:
@@ -103,6 +117,7 @@ def load_decoder(
     device: torch.device,
     progress: Callable[[float], None] = lambda done: None,
     wide: np.ndarray | None = None,
+    int8_embedding: bool = False,
 ) -> Decoder:
     """The decoder of a checkpoint with "w8a8", "bf16", "llm.int8" or (for comparisons) "fp32" weights on `device`.
 
@@ -132,11 +147,13 @@ def load_decoder(
         device=device,
         turned=form is not None and form.turned,
         wide=wide,
+        int8_embedding=int8_embedding,
     )
     return build_decoder(checkpoint.config, checkpoint.tensors(), how, progress)
 
 
-def _layer(config: ModelConfig, how: Build, index: int, parts: Parts) -> Layer:
+def layer_from(config: ModelConfig, how: Build, index: int, parts: Parts) -> Layer:
+    """A layer of its tensors by their names behind "model.layers.N.", converted."""
     if how.rotate_values or how.rotate_residual:
         plain = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
         if how.rotate_values:

@@ -15,6 +15,7 @@ from models.rope import EndlessRope, Rope
 from models.turn import gated_turn, narrow_turn
 from models.upload import upload
 from quant import kv4
+from quant.formats import QuantizedWeight
 from quant.w8a8 import Head, Linear, Rows
 
 
@@ -43,7 +44,7 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        embedding: Tensor,
+        embedding: Tensor | QuantizedWeight,
         layers: list[Layer],
         norm: Tensor,
         head: Head,
@@ -59,7 +60,8 @@ class Decoder:
         self.rope: Rope | EndlessRope = Rope(config.rope, config.head_dim, config.max_positions)
         self._rotation = kv4.rotation(config.head_dim).to(self.device)
         self._narrow_turn = None
-        if turn is not None and turn.is_cuda and embedding.dtype == torch.bfloat16 and narrow_turn(config.hidden_size):
+        narrow = isinstance(embedding, Tensor) and embedding.dtype == torch.bfloat16 and narrow_turn(config.hidden_size)
+        if turn is not None and turn.is_cuda and narrow:
             self._narrow_turn = turn.to(torch.bfloat16)
         self._gated_turn = None if turn is None else gated_turn(config.intermediate_size).to(self.device)
         self._heads = config.num_heads + 2 * config.num_kv_heads
@@ -71,7 +73,9 @@ class Decoder:
     def nbytes(self) -> int:
         """Bytes of all weights; what a tied head shares with the embedding counts once."""
         linear = sum(x.nbytes for layer in self.layers for x in (layer.qkv, layer.output, layer.gate_up, layer.down))
-        shared = self.embedding.nbytes if self.config.tied_embeddings else 0
+        # On a CPU the int8 product has its own arrangement of the codes.
+        apart = isinstance(self.embedding, QuantizedWeight) and self.device.type == "cpu"
+        shared = self.embedding.nbytes if self.config.tied_embeddings and not apart else 0
         turns = sum(turn.nbytes for turn in (self.turn, self._narrow_turn) if turn is not None)
         return linear + self.embedding.nbytes + self.head.nbytes - shared + turns
 
@@ -112,12 +116,18 @@ class Decoder:
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """The residual stream's start, fp32 [n, hidden]."""
-        x = F.embedding(upload(tokens, self.device), self.embedding)
-        if self.turn is None:
-            return x.float()
-        if self._narrow_turn is not None:
+        if self._narrow_turn is not None and isinstance(self.embedding, Tensor):
+            x = F.embedding(upload(tokens, self.device), self.embedding)
             return torch.mm(x, self._narrow_turn, out_dtype=torch.float32)
-        return x.float() @ self.turn
+        x = self.look_up(tokens)
+        return x if self.turn is None else x @ self.turn
+
+    def look_up(self, tokens: Tensor) -> Tensor:
+        """The tokens' rows of the embedding, fp32 [n, hidden]."""
+        index = upload(tokens, self.device)
+        if isinstance(self.embedding, QuantizedWeight):
+            return self.embedding.codes[index].float().mul_(self.embedding.scale[index, None])
+        return F.embedding(index, self.embedding).float()
 
     def _normed(self, layer: Layer, x: Tensor) -> Rows:
         return layer.qkv.prepare_normed(x, layer.attention_norm, self.config.norm_eps)

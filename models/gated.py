@@ -29,7 +29,7 @@ def run_layers(decoder: Decoder, tokens: Tensor, attend: Attend) -> Tensor:
     Only each layer's input is kept for the backward pass; the rest is computed again.
     """
     table = decoder.rope.table(torch.arange(len(tokens)), decoder.device)
-    x = F.embedding(tokens.to(decoder.device), decoder.embedding).float()
+    x = decoder.look_up(tokens)
     return finish_layers(decoder, x, table, attend, 0)
 
 

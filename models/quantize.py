@@ -26,8 +26,9 @@ from models.cache.shape import BLOCK, CacheShape
 from models.checkpoint import Checkpoint, open_checkpoint
 from models.decoder import Decoder, Layer
 from models.errors import UnsupportedModel
+from models.losses import layer_losses
 from models.turn import rotate_values, scale_gated, scale_values, turn_gated, turn_residual
-from quant import kv4
+from quant import formats, kv4
 from quant.calibrate import balance, gram, product_error, round_weight
 from quant.formats import OWN, QuantizedWeight
 from quant.w8a8 import DenseLinear, Rows, W8A8Linear, quantize_weight
@@ -47,18 +48,21 @@ def quantize_checkpoint(
     device: torch.device,
     progress: Progress = lambda stage, done: None,
     finish: Callable[[Path], None] = lambda folder: None,
+    int8_embedding: bool = False,
 ) -> None:
     """Writes `out`, a directory that must not exist yet; one layer at a time is in memory.
 
     sample: token ids, a tensor a text; without any, weights are rounded to the nearest. described: what the config
-    says of the source (formats.metadata). `finish` adds files to the directory before it is renamed.
+    says of the source (formats.metadata). `int8_embedding` stores it, and the head, in
+    int8 too. `finish` adds files to the directory before it is renamed.
     """
     if checkpoint.int8_format is not None:
         raise UnsupportedModel("weights", checkpoint.int8_format.title, "a checkpoint that is not quantised yet")
     config = checkpoint.config
     work = _work_folder(out, dict(described))
     names = [f"model-{i + 1:05}-of-{config.num_layers + 2:05}.safetensors" for i in range(config.num_layers + 2)]
-    _write(work / names[0], lambda: {"model.embed_tokens.weight": _narrow(checkpoint.load_float(_EMBEDDING))})
+    keep = _rounded_end if int8_embedding else _narrow_end
+    _write(work / names[0], lambda: keep(_EMBEDDING, checkpoint.load_float(_EMBEDDING)))
     calibration = _Calibration(checkpoint, sample, device) if sample else None
     for index in range(config.num_layers):
         file, prefix = work / names[index + 1], f"model.layers.{index}."
@@ -69,10 +73,18 @@ def quantize_checkpoint(
             quantised = calibration.quantize(parts) if calibration else _nearest(parts)
             _write(file, lambda q=quantised, p=prefix: _stored(q, p))  # type: ignore[misc]
         progress("Quantising", (index + 1) / (config.num_layers + 1))
-    top = ["model.norm.weight"] + ([] if config.tied_embeddings else ["lm_head.weight"])
-    _write(work / names[-1], lambda: {name: _narrow(checkpoint.load_float(name)) for name in top})
+    norm, head = "model.norm.weight", "lm_head.weight"
+    ends = {} if config.tied_embeddings else {head: keep}
+    ends[norm] = _narrow_end
+    _write(
+        work / names[-1],
+        lambda: {k: v for name, end in ends.items() for k, v in end(name, checkpoint.load_float(name)).items()},
+    )
     _write_index(work, names)
-    section = {**config.to_hf(), "quantization_config": dict(described)}
+    told = dict(described)
+    if calibration is not None:
+        told[formats.LOSSES] = [[float(f"{loss:.4g}") for loss in row] for row in calibration.losses]
+    section = {**config.to_hf(), "quantization_config": told}
     (work / "config.json").write_text(json.dumps(section, indent=2) + "\n")
     finish(work)
     (work / _JOB).unlink()
@@ -125,6 +137,17 @@ def _narrow(tensor: Tensor) -> Tensor:
     if tensor.dtype != torch.float32:
         return tensor.clone()
     return tensor.to(torch.float16 if tensor.abs().max() < 60000 else torch.bfloat16)
+
+
+def _narrow_end(name: str, weight: Tensor) -> dict[str, Tensor]:
+    return {name: _narrow(weight)}
+
+
+def _rounded_end(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """In int8, some rows at a time: the whole in fp32 would be the largest thing in memory."""
+    parts = [quantize_weight(rows) for rows in weight.split(8192)]
+    rounded = QuantizedWeight(*(torch.cat(each) for each in zip(*parts, strict=True)))
+    return _stored({name: rounded}, "")
 
 
 def _float_layer(checkpoint: Checkpoint, prefix: str, device: torch.device) -> dict[str, Tensor]:
@@ -211,6 +234,7 @@ class _Calibration:
         embedding = checkpoint.load_float(_EMBEDDING)
         self._states = [embedding[ids].to(device).float() for ids in sample]
         self._turn = kv4.rotation(self._config.hidden_size).to(device)
+        self.losses: list[list[float]] = []  # of the KV heads of each layer so far, see models/losses.py
 
     def quantize(self, parts: dict[str, Tensor]) -> Parts:
         """The layer in int8, its scales and rounding chosen; the sample then moves through it."""
@@ -268,8 +292,11 @@ class _Calibration:
         return full.pow(best) if best else None
 
     def advance(self, parts: Parts) -> None:
-        """Moves the sample through a quantised layer."""
-        self._states = self._run(make_layer(self._config, dict(parts), self._mask, W8A8Linear.from_float))
+        """Moves the sample through a quantised layer, and measures its heads on the first text."""
+        layer = make_layer(self._config, dict(parts), self._mask, W8A8Linear.from_float)
+        losses, _ = layer_losses(self._config, layer, self._states[0], self._turn)
+        self.losses.append(losses.tolist())
+        self._states = self._run(layer)
 
     def _run(self, layer: Layer) -> list[Tensor]:
         """A decoder of this one layer whose embedding is the sample's hidden states, taken in order."""

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from models.decoder import Decoder
 from models.gated import finish_layers, full_attention, masked, run_layers
 from models.identify import Sample
-from quant.w8a8 import Rows
+from quant.w8a8 import Rows, dense_dtype
 
 _ROWS = 1024  # rows of logits at a time
 
@@ -64,7 +64,7 @@ class Refiner:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits of normed hidden states."""
-        return self.decoder.head(Rows(hidden.to(self.decoder.embedding.dtype)))
+        return self.decoder.head(Rows(hidden.to(dense_dtype(self.decoder.device))))
 
     @torch.no_grad()
     def gram(self, mask: Tensor) -> NDArray[np.float64]:
@@ -75,7 +75,7 @@ class Refiner:
         for target in self._targets:
             inputs: list[Tensor] = []
             table = self.decoder.rope.table(torch.arange(len(target.sample.tokens)), self.decoder.device)
-            x = F.embedding(target.sample.tokens.to(self.decoder.device), self.decoder.embedding).float()
+            x = self.decoder.look_up(target.sample.tokens)
             attend = masked(mask, self.sink, self.recent)
             base = finish_layers(self.decoder, x, table, attend, 0, _collect(inputs))
             rows = target.sample.scored

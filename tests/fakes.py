@@ -125,11 +125,13 @@ class FakeRunner:
     starts: int = 0
     behind: bool = False  # as a device that has read no more than what is waited for
     read: int = 0
+    released: bool = False
 
     def find_evidence_heads(self, prompt: list[int], questions: list[Question]) -> None:
         assert not self.starts
 
     def start(self, prompt_ids: Sequence[int], chat_id: str | None, marks: Any = (), tell: Any = None) -> FakeSlot:
+        assert not self.released
         prompt = tuple(prompt_ids)
         fitting = [ids for ids in self.kept.values() if len(ids) < len(prompt) and prompt[: len(ids)] == ids]
         known = max(fitting, key=len, default=())
@@ -148,6 +150,11 @@ class FakeRunner:
 
     def close(self) -> None:
         pass
+
+    def release(self) -> None:
+        assert not self.open_slots
+        self.kept.clear()
+        self.released = True
 
     def memory(self) -> Memory:
         return Memory(weights_bytes=1000, retrieval_kv_bytes=10, streaming_kv_bytes=1, peak_bytes=2000)

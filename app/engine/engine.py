@@ -14,7 +14,7 @@ import torch
 
 from app.engine.answer import Answer, Slot, answer_room
 from app.engine.detokenize import Detokenizer
-from app.engine.generation import Generation, Job
+from app.engine.generation import Generation, Job, Work
 from app.engine.sampler import check_sampling
 from app.engine.stats import CostModel, Totals
 from app.engine.types import Done, Event, Failed, GenerationRequest, Mark, Memory, Opening, Queued, Timings, Usage
@@ -57,8 +57,8 @@ class Engine:
         self.timings = Timings()
         self.totals = Totals()
         self._detok_factory = detok_factory
-        self._queue: deque[Job] = deque()
-        self._running: Job | None = None
+        self._queue: deque[Job | Work] = deque()
+        self._running: Job | Work | None = None
         self._closed = False
         self._changed = threading.Condition(threading.RLock())
         self._thread = threading.Thread(target=self._work, name="octavo-engine", daemon=True)
@@ -76,11 +76,17 @@ class Engine:
         return len(self._queue)
 
     def submit(self, request: GenerationRequest, on_done: Callable[[Done], None] | None = None) -> Generation:
-        """Put a request in line. `on_done` is called in the worker before the `Done` event is sent."""
+        """Put a request in line. `on_done` is called in the worker before the `Done` event is sent.
+
+        What `between` does is itself the worker: its requests run at once.
+        """
         if not request.prompt_ids:
             raise ValueError("The prompt is empty.")
         check_sampling(request.sampling)
         job = Job(request, on_done)
+        if threading.current_thread() is self._thread:
+            self._finish(job, self._answer(job))
+            return Generation(job, self._cancel)
         with self._changed:
             if self._closed:
                 raise OctavoError("The engine is closed.")
@@ -93,15 +99,35 @@ class Engine:
     def settle(self, chat_id: str, seconds: float) -> None:
         """Wait until no request of a chat runs or waits, at most so long."""
         with self._changed:
-            jobs = [job for job in (*self._queue, self._running) if job is not None and job.request.chat_id == chat_id]
+            jobs = [job for job in (*self._queue, self._running) if isinstance(job, Job)]
         for job in jobs:
-            job.finished.wait(seconds)
+            if job.request.chat_id == chat_id:
+                job.finished.wait(seconds)
+
+    def between(self, do: Callable[[], None]) -> None:
+        """Have the worker do something when what was submitted before has ended, and wait until it has.
+
+        What is submitted meanwhile waits in line. Raises what `do` raises.
+        """
+        work = Work(do)
+        with self._changed:
+            if self._closed:
+                raise OctavoError("The engine is closed.")
+            self._queue.append(work)
+            self._changed.notify()
+        work.finished.wait()
+        if work.error is not None:
+            raise work.error
 
     def close(self) -> None:
         """Cancel everything and wait until the device is idle."""
         with self._changed:
             self._closed = True
-            jobs = [*self._queue, *([self._running] if self._running else [])]
+            jobs = [job for job in (*self._queue, self._running) if isinstance(job, Job)]
+            for work in [work for work in self._queue if isinstance(work, Work)]:
+                self._queue.remove(work)
+                work.error = OctavoError("The engine is closed.")
+                work.finished.set()
             self._changed.notify()
         for job in jobs:
             self._cancel(job)
@@ -120,7 +146,7 @@ class Engine:
 
     def _tell_places(self) -> None:
         for place, job in enumerate(list(self._queue), 1):
-            if job.place != place:
+            if isinstance(job, Job) and job.place != place:
                 job.place = place
                 job.events.put(Queued(place))
 
@@ -133,14 +159,27 @@ class Engine:
                     return
                 job = self._running = self._queue.popleft()
                 self._tell_places()
-            try:
-                event: Event = self._cancelled(job) if job.cancelled else self._run(job)
-            except BaseException as error:  # the worker must outlive whatever a request does
-                event = _failed(error)
+            if isinstance(job, Work):
+                try:
+                    job.do()
+                except BaseException as error:
+                    job.error = error
+            else:
+                event = self._answer(job)
             with self._changed:
                 self._running = None
-            self._finish(job, event)
-            del job, event  # nothing of a request outlives it here while the worker waits
+            if isinstance(job, Work):
+                job.finished.set()
+            else:
+                self._finish(job, event)
+                del event  # nothing of a request outlives it here while the worker waits
+            del job
+
+    def _answer(self, job: Job) -> Done | Failed:
+        try:
+            return self._cancelled(job) if job.cancelled else self._run(job)
+        except BaseException as error:  # the worker must outlive whatever a request does
+            return _failed(error)
 
     def _finish(self, job: Job, event: Event) -> None:
         if isinstance(event, Done) and job.on_done is not None:
@@ -210,8 +249,13 @@ def _discard(slot: Slot) -> None:
 
 
 def _failed(error: BaseException) -> Failed:
-    """Failed, with nothing held: a traceback's frames keep every tensor of the failed step alive."""
     log.debug("A request failed.", exc_info=error)
+    let_go(error)
+    return Failed(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+
+def let_go(error: BaseException) -> None:
+    """Have an error hold nothing: a traceback's frames keep every tensor of the failed step alive."""
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)
@@ -219,4 +263,3 @@ def _failed(error: BaseException) -> Failed:
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    return Failed(error if isinstance(error, Exception) else RuntimeError(repr(error)))

@@ -23,6 +23,15 @@ class Job:
     place: int = 0
 
 
+@dataclass(eq=False)
+class Work:
+    """What the worker does between two requests."""
+
+    do: Callable[[], None]
+    error: BaseException | None = None
+    finished: threading.Event = field(default_factory=threading.Event)
+
+
 class Generation:
     """One answer: iterate over its events, the last of which is `Done` or `Failed`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import shutil
@@ -19,7 +20,7 @@ from app.config import Settings
 from app.engine.graph import DecodeGraph
 from app.engine.prefix import PrefixStore
 from app.engine.sampler import Sampler, check_token
-from app.engine.sizing import fit, free_bytes, peak_bytes, resolve_shape, usable
+from app.engine.sizing import fit, free_bytes, peak_bytes, resolve_shape, resolve_wide, usable
 from app.engine.snapshots import LEAST_TOKENS, SnapshotStore
 from app.engine.types import Mark, Memory, SamplingParams
 from app.engine.warm_up import warm_up
@@ -86,7 +87,7 @@ class Slot:
             upto = mark.position - self.length
             self._read(chunk_ids[:upto])
             chunk_ids = chunk_ids[upto:]
-            self._runner.prefixes.keep(self._prompt[: self.length], self._cache.fork(), None)
+            self._runner.prefixes.keep(self._prompt[: self.length], self._cache.fork(), mark.chat_id)
             if mark.label:
                 self._save((mark.label,), wait=True)
             if not chunk_ids:
@@ -204,14 +205,16 @@ class Runner:
         self.snapshots = snapshots
         self.evidence_heads: list[tuple[int, int]] = []
         self.graph: DecodeGraph | None = None
+        self._endless = isinstance(decoder.rope, EndlessRope)
         self._capture()
         self._settings = settings
         self._newest: SequenceCache | None = None
+        self._weights_bytes, self._device = decoder.nbytes, decoder.device
 
     @property
     def capacity(self) -> int | None:
         """Tokens of context, prompt and answer together; None where there is no end to them."""
-        return None if isinstance(self.decoder.rope, EndlessRope) else self.plan.context
+        return None if self._endless else self.plan.context
 
     def new_cache(self) -> SequenceCache:
         """An empty cache of the kind that the mode asks for."""
@@ -307,14 +310,23 @@ class Runner:
         if self.snapshots is not None:
             self.snapshots.close()
 
+    def release(self) -> None:
+        """As `close`, and let go of weights and caches: nothing can start here any more, facts can still be asked."""
+        self.close()
+        self.prefixes, self._newest, self.graph = PrefixStore(), None, None
+        del self.decoder, self.pool
+        gc.collect()  # a pool and what reads its history know each other
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def memory(self) -> Memory:
         """Bytes by kind; the KV bytes are those of the newest request."""
         cache = self._newest
         return Memory(
-            self.decoder.nbytes,
+            self._weights_bytes,
             cache.retrieval_bytes if cache else 0,
             cache.streaming_bytes if cache else 0,
-            peak_bytes(self.decoder.device),
+            peak_bytes(self._device),
         )
 
     def describe(self) -> dict[str, Any]:
@@ -327,6 +339,7 @@ def build_runner(
     pattern: HeadPattern | None,
     settings: Settings,
     progress: Callable[[float], None] = lambda done: None,
+    losses: np.ndarray | None = None,
 ) -> Runner:
     """Loads a checkpoint with everything resolved; raises DoesNotFit with both numbers before loading."""
     if settings.threads is not None:
@@ -334,9 +347,12 @@ def build_runner(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     compiled.keep_in(settings.cache_dir / "kernels")
     config = checkpoint.config
-    mask, shape = resolve_shape(config, pattern, settings, device)
+    mask, shape = resolve_shape(config, pattern, settings, device, losses)
+    wide = resolve_wide(config, mask, settings, losses)
     plan, chunk = fit(config, shape, settings, device, free_bytes(device))
-    decoder = load_decoder(checkpoint, mask, settings.weights, shape, device, progress)
+    decoder = load_decoder(
+        checkpoint, mask, settings.weights, shape, device, progress, wide, settings.embedding == "int8"
+    )
     if settings.mode == "endless":
         decoder.rope = EndlessRope(Rope(config.rope, config.head_dim, config.max_positions), plan.context)
     history = plan.context * plan.bytes_per_token
@@ -347,17 +363,21 @@ def build_runner(
     described = {
         "mode": settings.mode,
         "weights": settings.weights,
+        "embedding": settings.embedding,
         "kv": str(shape.exact_dtype).removeprefix("torch.") if settings.mode == "endless" else settings.kv,
+        "wide_heads": sum(shape.wide_heads),
         "retrieval_ratio": float(mask.mean()),
         "sink": shape.sink,
         "recent": shape.recent,
         "chunk": chunk,
         "backends": {row["kernel"]: row["chosen"] for row in kernel_report(device, shape, settings.mode == "endless")},
     }
-    return Runner(decoder, pool, plan, chunk, described, _snapshots(checkpoint, mask, settings, pool))
+    return Runner(decoder, pool, plan, chunk, described, _snapshots(checkpoint, mask, wide, settings, pool))
 
 
-def _snapshots(checkpoint: Checkpoint, mask: np.ndarray, settings: Settings, pool: BlockPool) -> SnapshotStore | None:
+def _snapshots(
+    checkpoint: Checkpoint, mask: np.ndarray, wide: np.ndarray | None, settings: Settings, pool: BlockPool
+) -> SnapshotStore | None:
     """The saved caches, of which those fit that come from the same weights, heads, formats and kind of device."""
     if settings.mode == "endless":
         return None  # its windows forget; there is no history to come back to
@@ -375,7 +395,9 @@ def _snapshots(checkpoint: Checkpoint, mask: np.ndarray, settings: Settings, poo
             VERSION,
             weights,
             settings.weights,
+            settings.embedding,
             mask.tobytes(),
+            b"" if wide is None else wide.tobytes(),
             pool.shape,
             # The panels of one layout differ by the processor's vectors.
             [(store.layout.__name__, store.layout.value_panels(pool.shape.head_dim)) for store in pool.stores],

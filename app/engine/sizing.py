@@ -17,6 +17,7 @@ from models.cache.shape import BLOCK, CacheShape
 from models.config import ModelConfig
 from models.errors import DoesNotFit
 from models.heads import HeadPattern
+from models.losses import choose_wide
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +31,16 @@ _ENDLESS_SINK, _ENDLESS_KEPT = 4, 2048
 
 
 def resolve_shape(
-    config: ModelConfig, pattern: HeadPattern | None, settings: Settings, device: torch.device
+    config: ModelConfig,
+    pattern: HeadPattern | None,
+    settings: Settings,
+    device: torch.device,
+    losses: np.ndarray | None = None,
 ) -> tuple[np.ndarray, CacheShape]:
-    """The retrieval mask [layers, kv_heads] and the cache's shape; without a pattern every head keeps everything."""
+    """The retrieval mask [layers, kv_heads] and the cache's shape; without a pattern every head keeps everything.
+
+    losses: of each head, see models/losses.py; they say which heads --kv-bits gives 8 bits, not how many.
+    """
     if settings.mode == "endless":
         return _endless_shape(config, settings, device)
     if pattern is None:
@@ -43,7 +51,17 @@ def resolve_shape(
     mask = pattern.retrieval_mask(ratio)
     sink = pattern.sink if settings.sink is None else settings.sink
     recent = pattern.recent if settings.recent is None else settings.recent
-    return mask, CacheShape.for_model(config, mask, settings.kv, sink, recent, device)
+    wide = resolve_wide(config, mask, settings, losses)
+    return mask, CacheShape.for_model(config, mask, settings.kv, sink, recent, device, wide)
+
+
+def resolve_wide(
+    config: ModelConfig, mask: np.ndarray, settings: Settings, losses: np.ndarray | None
+) -> np.ndarray | None:
+    """Which of the retrieval heads keep 8 bits of a 4-bit cache, bool [layers, kv_heads]; None where none was asked."""
+    if settings.kv_bits is None or settings.mode == "endless":
+        return None
+    return choose_wide(mask, losses, settings.kv_bits, config.head_dim)
 
 
 def _endless_shape(config: ModelConfig, settings: Settings, device: torch.device) -> tuple[np.ndarray, CacheShape]:
@@ -73,7 +91,7 @@ def fit(
         raise UsageError(f"--context is {wanted:,}; this model's window is {config.max_positions:,} tokens.")
     limit = usable(device, free)
     for chunk in (settings.chunk,) if settings.chunk else CHUNKS[device.type]:
-        plan = plan_memory(config, shape, settings.weights, wanted, chunk, device)
+        plan = plan_memory(config, shape, settings.weights, wanted, chunk, device, settings.embedding)
         if plan.total_bytes <= limit:
             return plan, chunk
     longest = plan.longest(limit)
@@ -90,7 +108,7 @@ def fit(
             longest,
         )
     log.warning("context limited to %d of %d tokens by memory", longest, wanted)
-    return plan_memory(config, shape, settings.weights, longest, chunk, device), chunk
+    return plan_memory(config, shape, settings.weights, longest, chunk, device, settings.embedding), chunk
 
 
 def usable(device: torch.device, free: int) -> int:

@@ -29,13 +29,15 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Mark:
-    """A place in a prompt where a document ends, `position` tokens from its start.
+    """A place in a prompt that is worth keeping, such as a document's end, `position` tokens from its start.
 
-    `label` is the document's; without one it is kept in memory only.
+    `label` is the document's; without one it is kept in memory only. With `chat_id` it takes the place of others of
+    that chat, so that many of them push nobody else's out.
     """
 
     position: int
     label: str
+    chat_id: str | None = None
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,18 @@ from typing import Any
 
 from app.engine.detokenize import Detokenizer
 from app.engine.engine import Engine
+from app.engine.generation import Generation
 from app.engine.stats import CostModel
-from app.engine.types import GenerationRequest, Mark, SamplingParams
-from app.errors import UsageError
+from app.engine.types import Done, Event, Failed, GenerationRequest, Mark, SamplingParams
+from app.errors import OctavoError, UsageError
 from app.model import OpenModel
 from app.prompt import PromptBuilder
+
+_BUCKET = "examiner"  # its kept places take each other's place, and no chat's
+
+
+class Stopped(OctavoError):
+    """Somebody stopped the questions."""
 
 
 class Examiner:
@@ -30,18 +37,44 @@ class Examiner:
         self.settings = model.runner.describe()
         self.capacity = model.runner.capacity or 1 << 40
         self.read_tokens = 0  # really read, without what was forked
+        self.stopped = False
+        self.at: Event | None = None  # the newest of the question that is being asked
         self._stop_ids = model.eos_ids | model.tokenizer.eos_ids | self.prompts.end_ids
         self._engine = engine or Engine(
             model.runner, lambda stop: Detokenizer(model.tokenizer, stop), CostModel(model.quadratic_cost)
         )
+        self._runner = model.runner
+        self._asking: Generation | None = None
 
     def ask(self, ids: Sequence[int], most: int, shared: int = 0) -> str:
-        """The answer to a prompt, of at most `most` tokens; its first `shared` tokens are kept for later prompts."""
-        marks = (Mark(shared, ""),) if shared else ()
+        """The answer to a prompt, of at most `most` tokens; its first `shared` tokens are kept for later prompts.
+
+        Raises Stopped once `stop` was called, and UsageError where the model was opened with other settings meanwhile.
+        """
+        marks = (Mark(shared, "", _BUCKET),) if shared else ()
         request = GenerationRequest(tuple(ids), SamplingParams(max_new_tokens=most), self._stop_ids, None, marks)
-        done = self._engine.submit(request).result()
+        self.at = None
+        self._asking = self._engine.submit(request)
+        if self.stopped:
+            self._asking.cancel()
+        for event in self._asking:
+            self.at = event
+        if isinstance(self.at, Failed):
+            raise self.at.error
+        done = self.at
+        assert isinstance(done, Done)
+        if self.stopped:
+            raise Stopped("Stopped.")
+        if self._engine.runner is not self._runner:
+            raise UsageError("The settings were changed meanwhile. Begin anew.")
         self.read_tokens += done.usage.prompt_tokens - done.usage.cached_tokens
         return done.text
+
+    def stop(self) -> None:
+        """Cancel what is being asked, and ask no more; from any thread."""
+        self.stopped = True
+        if self._asking is not None:
+            self._asking.cancel()
 
     def close(self) -> None:
         """Let go of the model."""

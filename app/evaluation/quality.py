@@ -19,6 +19,7 @@ from models.cache.shape import BLOCK, CacheShape
 from models.checkpoint import Checkpoint
 from models.decoder import Decoder
 from models.heads import HeadPattern
+from models.losses import choose_wide
 from quant import kv4
 from quant.llm_int8 import missing as bitsandbytes_missing
 
@@ -31,20 +32,23 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run a model: `ratio` of its heads keep everything; `rotate` false stores keys as they are."""
+    """A way to run a model: `ratio` of its heads keep everything; `rotate` false stores keys as they are; `kv_bits` as
+    in Settings."""
 
     name: str
     weights: str = "bf16"
     kv: str = "bf16"
     ratio: float = 1.0
     rotate: bool = True
+    kv_bits: float | None = None
 
 
 REFERENCE = Variant("bf16")
 
 
-def variants(pattern: HeadPattern | None) -> list[Variant]:
-    """All that the report compares, the reference left out; streaming heads only where there is a pattern."""
+def variants(pattern: HeadPattern | None, kv_bits: float | None = None) -> list[Variant]:
+    """All that the report compares, the reference left out; streaming heads only where there is a pattern, and 8 bits
+    for some heads where there is a budget."""
     rows = [
         Variant("w8a8", "w8a8"),
         Variant("llm.int8", "llm.int8"),
@@ -53,6 +57,9 @@ def variants(pattern: HeadPattern | None) -> list[Variant]:
         Variant("kv4", kv="kv4"),
         Variant("w8a8 + kv4", "w8a8", "kv4"),
     ]
+    if kv_bits is not None:
+        rows.append(Variant(f"kv4 at {kv_bits:g} bits", kv="kv4", kv_bits=kv_bits))
+        rows.append(Variant(f"w8a8 + kv4 at {kv_bits:g} bits", "w8a8", "kv4", kv_bits=kv_bits))
     if pattern is not None:
         rows += [Variant(f"duo {ratio:.0%}", ratio=ratio) for ratio in _RATIOS]
         rows += [Variant(f"w8a8 + kv4 + duo {ratio:.0%}", "w8a8", "kv4", ratio) for ratio in _RATIOS]
@@ -85,7 +92,10 @@ class Score:
 
 
 class Quality:
-    """Scores variants of a checkpoint on token ids; `reference` (default: the same checkpoint) runs in bf16."""
+    """Scores variants of a checkpoint on token ids; `reference` (default: the same checkpoint) runs in bf16.
+
+    losses: which heads get 8 bits where a variant gives some (models/losses.py).
+    """
 
     def __init__(
         self,
@@ -95,11 +105,13 @@ class Quality:
         lengths: Sequence[int],
         device: torch.device,
         reference: Checkpoint | None = None,
+        losses: np.ndarray | None = None,
         progress: Progress = lambda stage, done: None,
     ) -> None:
         self.checkpoint = checkpoint
         self.pattern = pattern
         self.device = device
+        self._losses_of_heads = losses
         self._progress = progress
         tokens = torch.tensor(ids, dtype=torch.int64)
         self._windows = {length: _cut(tokens, length) for length in lengths}
@@ -131,9 +143,12 @@ class Quality:
         config = checkpoint.config
         pattern = self.pattern or HeadPattern.all_retrieval(config)
         mask = pattern.retrieval_mask(variant.ratio) if variant.ratio < 1 else np.ones_like(pattern.scores, dtype=bool)
-        shape = CacheShape.for_model(config, mask, variant.kv, pattern.sink, pattern.recent, self.device)
+        wide = None
+        if variant.kv_bits is not None:
+            wide = choose_wide(mask, self._losses_of_heads, variant.kv_bits, config.head_dim)
+        shape = CacheShape.for_model(config, mask, variant.kv, pattern.sink, pattern.recent, self.device, wide)
         shape = replace(shape, rotate=variant.rotate)
-        return load_decoder(checkpoint, mask, variant.weights, shape, self.device), shape
+        return load_decoder(checkpoint, mask, variant.weights, shape, self.device, wide=wide), shape
 
     def _read(self, decoder: Decoder, shape: CacheShape, window: Tensor, watch: _HeadErrors | None = None) -> Tensor:
         """Hidden states [n, hidden] behind a fresh cache."""

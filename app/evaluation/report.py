@@ -16,6 +16,7 @@ from app.cli_ask import StatusLine
 from app.config import Settings
 from app.errors import UsageError
 from app.evaluation.quality import Quality, Score, variants
+from app.kv_bits import head_losses
 from app.model import choose_pattern, find_model
 from app.tokenizer import Tokenizer
 from models.checkpoint import open_checkpoint
@@ -43,18 +44,21 @@ def quality(settings: Settings, args: argparse.Namespace) -> int:
             raise UsageError(f"{name} is {number}; it must be at least 2.")
     if max(lengths) > window:
         raise UsageError(f"--length is {max(lengths):,}; this model's window is {window:,} tokens.")
-    chosen = {variant.name: variant for variant in variants(pattern)}
+    chosen = {variant.name: variant for variant in variants(pattern, settings.kv_bits)}
     for name in args.setting or ():
         if name not in chosen:
             raise UsageError(f"--setting {name!r} is not one of: {', '.join(chosen)}.")
     texts, text_name = sample_texts(Path(args.text).expanduser())
     text = "\n\n".join(texts)
-    ids = Tokenizer(files.path).encode_text(text[: 12 * args.tokens])[: args.tokens]
+    tokenizer = Tokenizer(files.path)
+    ids = tokenizer.encode_text(text[: 12 * args.tokens])[: args.tokens]
     status = StatusLine(sys.stderr)
+    telling = lambda stage, done: status.show(f"Reading: {stage}")  # noqa: E731
     try:
-        bench = Quality(
-            checkpoint, pattern, ids, lengths, device, reference, lambda stage, done: status.show(f"Reading: {stage}")
-        )
+        losses = None
+        if settings.kv_bits is not None:
+            losses = head_losses(checkpoint, tokenizer, settings.cache_dir, device)
+        bench = Quality(checkpoint, pattern, ids, lengths, device, reference, losses, telling)
         for name, variant in chosen.items():
             if not args.setting or name in args.setting:
                 bench.measure(variant)

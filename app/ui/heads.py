@@ -1,109 +1,177 @@
-"""The part of the page about heads: their picture, what another ratio would cost, and the self-test."""
+"""The panel about what the model keeps: settings of the cache, what others would cost, and the heads' picture."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from html import escape
-from typing import Any
+from typing import Any, get_args
 
 import gradio as gr
 
-from app.errors import describe
-from app.evaluation.selftest import Seen
-from app.head_costs import SettingCost
-from app.service import ChatService, Selection
-from app.ui.session import Session
-from app.ui.views import size
+from app.config import Kv, Settings
+from app.errors import OctavoError, UsageError, describe
+from app.head_costs import Heads
+from app.service import ChatService
+from app.ui.selftest import self_test_form
 
-_FACTS = 8
-_NOT_OURS = "Which heads the other server's model has is not told; this needs Octavo's own engine."
-_NO_PATTERN = "This model has no head pattern in use: every head is treated alike."
+_POLL_S = 0.2
+_NOT_OURS = "<p>How the other server's model keeps its context is not told; this needs Octavo's own engine.</p>"
+_LOADING = "<p>The model is still loading.</p>"
+_KV = {"kv4": "4 bits", "kv8": "8 bits", "bf16": "16 bits"}
+_WHAT = (
+    "<p>Some heads of the model keep everything that was read; the others keep the beginning and the newest words only,"
+    " which saves memory and time. More full heads and more bits may see more of a long document: the self-test below"
+    " shows it.</p>"
+)
+_EVERYBODY = (
+    "The change is for everybody who uses this Octavo. Answers in front are finished first, then the model is opened"
+    " anew, and questions asked meanwhile wait. Chats stay; a document is read again when it is next asked about, or"
+    " comes from disk where these settings were used before."
+)
+_FIELDS = ("retrieval_ratio", "kv", "sink", "recent", "chunk")
 
 
-def heads_panel(service: ChatService, session: gr.State) -> None:
-    """A closed panel; what it shows is made when it is opened."""
-    with gr.Accordion("Heads and self-test", open=False, elem_id="oc-heads") as panel:
-        ratio = gr.Slider(0, 1, value=0.5, step=0.05, label="Retrieval ratio: what would it cost?", visible=False)
-        preview = gr.Markdown("", elem_id="oc-heads-preview")
-        costs = gr.HTML("", elem_id="oc-costs", apply_default_css=False)
-        test = gr.Button("Does the model see all of this document?", size="sm", elem_id="oc-self-test")
-        chart = gr.HTML("", elem_id="oc-depths", apply_default_css=False)
+def heads_panel(service: ChatService, session: gr.State, changed: Sequence[gr.HTML]) -> None:
+    """A closed panel; what it shows is made when it is opened. `changed` change when the chat's documents do."""
+    with gr.Accordion("Heads, memory and self-test", open=False, elem_id="oc-heads") as panel:
+        about = gr.HTML("", elem_id="oc-heads-about", apply_default_css=False)
+        ratio = gr.Slider(
+            0, 1, 0.5, step=0.05, label="Share of heads that keep everything", visible=False, elem_id="oc-heads-ratio"
+        )
+        kv = gr.Radio(
+            [(_KV[name], name) for name in get_args(Kv)],
+            label="Precision of what they keep",
+            visible=False,
+            elem_id="oc-heads-kv",
+        )
+        with gr.Row(visible=False, elem_id="oc-heads-numbers") as row:
+            sink = gr.Number(label="First tokens that all heads keep", precision=0, minimum=0, visible=False)
+            recent = gr.Number(
+                label="Newest tokens that all heads keep",
+                precision=0,
+                minimum=1,
+                visible=False,
+                elem_id="oc-heads-recent",
+            )
+            chunk = gr.Number(label="Tokens read at a time", precision=0, minimum=1, visible=False)
+        preview = gr.HTML("", elem_id="oc-costs", apply_default_css=False)
+        use = gr.Button("Use these settings", size="sm", elem_id="oc-use", interactive=False, visible=False)
+        note = gr.HTML("", elem_id="oc-use-note", apply_default_css=False)
+        self_test_form(service, session, [*changed, panel])
         picture = gr.HTML("", elem_id="oc-heads-picture", apply_default_css=False)
+    fields = dict(zip(_FIELDS, (ratio, kv, sink, recent, chunk), strict=True))
 
-    def context() -> int:
-        return int(service.status()["context_capacity"])
+    def opened() -> dict[Any, Any]:
+        if service.settings.engine != "own":
+            return {about: _NOT_OURS}
+        if not service.ready or (heads := service.heads) is None:
+            return {about: _LOADING}
+        chunk_now = int(service.status()["settings"]["chunk"])
+        first, newest = heads.window
+        now = heads.settings
+        values = dict(zip(_FIELDS, (now.retrieval_ratio, now.kv, first, newest, chunk_now), strict=True))
+        shown: dict[Any, Any] = {
+            fields[name]: type(fields[name])(value=value, visible=name in service.changeable)
+            for name, value in values.items()
+        }
+        return shown | {
+            about: _WHAT,
+            row: gr.Row(visible=True),
+            preview: comparison(heads, now, _context(service), chunk_now),
+            use: gr.Button(visible=True, interactive=False),
+            note: "",
+            picture: _picture(heads, _context(service)),
+        }
 
-    def opened() -> tuple[str, gr.Slider, str, str]:
-        if not service.ready:
-            return "", gr.Slider(visible=False), "The model is still loading.", ""
+    def previewed(*values: Any) -> dict[Any, Any]:
         if (heads := service.heads) is None:
-            return "", gr.Slider(visible=False), _NO_PATTERN if service.settings.engine == "own" else _NOT_OURS, ""
-        png = base64.b64encode(heads.picture(context())).decode()
-        image = f'<img alt="Scores of all heads, and what each ratio costs" src="data:image/png;base64,{png}">'
-        now = heads.settings.retrieval_ratio
-        others = heads.other_settings(context(), int(service.status()["settings"]["chunk"]))
-        return image, gr.Slider(value=now, visible=True), previewed(now), cost_table(others, context())
-
-    def previewed(wanted: float) -> str:
-        if (heads := service.heads) is None:
-            return _NO_PATTERN
-        said = heads.preview(wanted, context())
-        same = abs(wanted - heads.settings.retrieval_ratio) < 1e-9
-        return f"{said} In force now." if same else f"{said} Start with `--retrieval-ratio {wanted:g}` to use it."
-
-    async def tested(session: Session | None) -> AsyncIterator[str]:
-        sources = _sources(session) if session is not None else []
-        if not sources:
-            yield "Add a document first."
-            return
-        yield "Reading the document with facts planted in it …"
-        seen: list[Seen] = []
+            return {preview: _LOADING}
         try:
-            rest = service.self_test(max(sources, key=lambda source: len(source.text)), _FACTS)
-            while (one := await asyncio.to_thread(next, rest, None)) is not None:
-                seen.append(one)
-                yield depth_chart(seen)
+            chosen = replace(heads.settings, **_chosen(service, heads, values))
+            chunk_now = int(service.status()["settings"]["chunk"])
+            table = comparison(heads, chosen, _context(service), chunk_now)
+        except (OctavoError, TypeError) as error:
+            said = str(error) if isinstance(error, OctavoError) else "Give a number in every field."
+            return {preview: f'<p class="oc-lost">{escape(said)}</p>', use: gr.Button(interactive=False)}
+        same = chosen == heads.settings
+        return {preview: table, use: gr.Button(interactive=not same), note: "" if same else f"<p>{_EVERYBODY}</p>"}
+
+    async def used(*values: Any) -> AsyncIterator[dict[Any, Any]]:
+        stage: list[tuple[str, float]] = [("", 0.0)]
+        yield {use: gr.Button(interactive=False), note: "<p>Waiting …</p>"}
+        try:
+            if (heads := service.heads) is None:
+                raise UsageError("The model is still loading.")
+            chosen = _chosen(service, heads, values)
+            work = asyncio.create_task(
+                asyncio.to_thread(service.change, chosen, lambda *now: stage.__setitem__(0, now))
+            )
+            shown = ""
+            while not work.done():
+                said, share = stage[0]
+                text = f"<p>{escape(said)} … {f'{share:.0%}' if share else ''}</p>"
+                if text != shown:
+                    shown = text
+                    yield {note: text}
+                await asyncio.sleep(_POLL_S)
+            work.result()
         except Exception as error:
-            yield escape(describe(error)[0])
+            kept = " The settings before are in force." if service.ready else ""
+            yield opened() | {note: f'<p class="oc-lost">{escape(describe(error)[0])}{kept}</p>'}
+            return
+        yield opened() | {note: '<p class="oc-found">These settings are in force now.</p>'}
 
-    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-    panel.expand(opened, None, [picture, ratio, preview, costs], **quiet)
-    ratio.input(previewed, [ratio], [preview], trigger_mode="always_last", **quiet)
-    test.click(tested, [session], [chart], concurrency_limit=1, **quiet)
+    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_limit": None}
+    everything = [about, row, *fields.values(), preview, use, note, picture]
+    panel.expand(opened, None, everything, **quiet)
+    inputs = [field.input for field in (ratio, kv, sink, recent, chunk)]
+    gr.on(inputs, previewed, list(fields.values()), [preview, use, note], trigger_mode="always_last", **quiet)
+    use.click(used, list(fields.values()), everything, **quiet)
 
 
-def cost_table(costs: list[SettingCost], context: int) -> str:
-    """Rows of a setting, the memory that it takes, and the cache of one token."""
+def _context(service: ChatService) -> int:
+    """Tokens that costs are told for: the context, or all that is kept where it has no end."""
+    capacity = service.status()["context_capacity"]
+    return sum(service.heads.window) if capacity is None and service.heads is not None else int(capacity)
+
+
+def _chosen(service: ChatService, heads: Heads, values: Sequence[Any]) -> dict[str, Any]:
+    """What the fields say, of what can be changed; what is as it is now stays as it was asked for (or automatic)."""
+    given = dict(zip(_FIELDS, values, strict=True))
+    first, newest = heads.window
+    in_force = {"sink": first, "recent": newest, "chunk": service.status()["settings"]["chunk"]}
+    chosen = {}
+    for name, value in given.items():
+        if name not in service.changeable:
+            continue
+        if value is None:
+            raise TypeError(name)
+        kept = name in in_force and value == in_force[name]
+        chosen[name] = getattr(heads.settings, name) if kept else value
+    if chosen.get("kv") not in (None, heads.settings.kv):
+        chosen["kv_bits"] = None  # shares 4 and 8 bits among the heads of one format
+    return chosen
+
+
+def comparison(heads: Heads, chosen: Settings, context: int, chunk: int) -> str:
+    """A table of what the settings in force take, and of what the chosen ones would where they are others."""
+    same = chosen == heads.settings
     rows = "".join(
-        f"<tr><td><code>{escape(one.flags)}</code>{' (in force)' if one.in_force else ''}</td>"
-        f"<td>{size(one.total_bytes)}</td><td>{one.bytes_per_token:,} bytes</td></tr>"
-        for one in costs
+        f"<tr><td>{escape(what)}</td><td>{now}</td>{'' if same else f'<td>{then}</td>'}</tr>"
+        for what, now, then in heads.compare(chosen, context, chunk)
     )
-    return (
-        f"<p>What other settings take, to start with; each by itself, for {context:,} tokens.</p>"
-        f"<table><tr><th>Setting</th><th>Memory</th><th>A token</th></tr>{rows}</table>"
-    )
+    return f"<table><tr><th></th><th>In force</th>{'' if same else '<th>As chosen</th>'}</tr>{rows}</table>"
 
 
-def depth_chart(seen: list[Seen]) -> str:
-    """Rows of depth, whether the fact there was found, and what was answered."""
-    rows = "".join(
-        f'<tr class="{"oc-found" if one.found else "oc-lost"}"><td>{one.depth:.0%}</td>'
-        f"<td>{'found' if one.found else 'missed'}</td><td>{escape(one.answer)}</td></tr>"
-        for one in seen
-    )
-    found = sum(one.found for one in seen)
-    rest = f"; {_FACTS - len(seen)} still to ask" if len(seen) < _FACTS else ""
-    return (
-        f"<p>{found} of {len(seen)} planted facts found in {seen[0].tokens:,} tokens{rest}.</p>"
-        f"<table><tr><th>Depth</th><th></th><th>Answer</th></tr>{rows}</table>"
-    )
-
-
-def _sources(session: Session) -> list[Selection]:
-    """Documents on the shelf, else those that the chat has read."""
-    conversation = session.conversation
-    waiting = [attachment.source for attachment in conversation.readable]
-    return waiting or [source for turn in conversation.chat.turns for source in turn.sources if source.document.pages]
+def _picture(heads: Heads, context: int) -> str:
+    if heads.pattern is None:
+        return (
+            ""
+            if heads.settings.mode == "endless"
+            else "<p>This model has no head pattern: every head keeps everything.</p>"
+        )
+    png = base64.b64encode(heads.picture(context)).decode()
+    return f'<img alt="Scores of all heads, and what each ratio costs" src="data:image/png;base64,{png}">'

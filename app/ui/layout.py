@@ -74,7 +74,7 @@ def build_page(service: ChatService, loading: Loading, uploads: Uploads) -> gr.B
         options = gr.HTML("", elem_id="oc-forms", apply_default_css=False)
         session = gr.State()
         with dock:
-            heads_panel(service, session)
+            heads_panel(service, session, [shelf, turns])
         shown = (welcome, chat, turns, strip, shelf, question, status, chats, library, source, options)
         parts = Parts(session, tab, browser, *shown)
         _connect(page, header, Handlers(service, loading, uploads, parts), parts)

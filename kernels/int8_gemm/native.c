@@ -70,15 +70,15 @@ static void one_row(const uint8_t *raised, const int8_t *tiles, const int32_t *s
     }
 }
 
-/* Up to 32 rows of codes [.., stride] against two tiles a step, each `pitch` bytes behind the last: sums [32, 32]. */
-static inline void block(const int8_t *codes, i64 stride, i64 rows, const int8_t *left, const int8_t *right, i64 pitch,
-                         i64 steps, int32_t *sums) {
+/* Up to 32 rows of codes [.., stride] against two tiles a step: sums [32, 32]. */
+static inline void block(const int8_t *codes, i64 stride, i64 rows, const int8_t *left, const int8_t *right, i64 steps,
+                         int32_t *sums) {
     int both = rows > 16;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (i64 step = 0; step < steps; step++, left += pitch, right += pitch, codes += STEP) {
+    for (i64 step = 0; step < steps; step++, left += 2 * TILE, right += 2 * TILE, codes += STEP) {
         _tile_loadd(6, left, 64);
         _tile_loadd(7, right, 64);
         _tile_loadd(4, codes, stride);
@@ -125,6 +125,49 @@ static inline const int8_t *at_row(const Left *left, i64 row) {
 /* The rows of a thread's part, whole tiles: the same ones that other kernels give it, for its caches' sake. */
 static inline i64 part_of(i64 rows, int part, int threads) { return least(rows, parts(rows * part / threads, 32) * 32); }
 
+/* Where 16 outputs' tiles begin. */
+static inline const int8_t *tile_at(const int8_t *tiles, i64 steps, i64 index) {
+    return tiles + (index / 2 * steps * 2 + index % 2) * TILE;
+}
+
+/* 16 gates and beside them their 16 ups, of `count` rows from `row` on; n is the first one's place in `out`. */
+static inline void finish_gated(const Epilogue *e, const int32_t *sums, i64 row, i64 count, i64 n) {
+    i64 half = e->outer / 2;
+    __m512 gate_scale = _mm512_loadu_ps(e->scale + n), up_scale = _mm512_loadu_ps(e->scale + half + n);
+    for (i64 i = 0; i < count; i++, sums += WIDTH) {
+        __m512 own = _mm512_set1_ps(e->row_scale[row + i]);
+        __m512 g = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(sums)), gate_scale);
+        __m512 u = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(sums + 16)), up_scale);
+        g = silu_ps(_mm512_mul_ps(g, own));
+        _mm512_storeu_ps(e->out + (row + i) * half + n, _mm512_mul_ps(g, _mm512_mul_ps(u, own)));
+    }
+}
+
+/* A thread's rows against all pairs of tiles: neighbours, or 16 gates and their 16 ups. */
+static inline __attribute__((always_inline)) void some_rows(const Left *left, const int8_t *tiles, int part, int threads,
+                                                            const Epilogue *e, int gated) {
+    int32_t sums[WIDTH * WIDTH] __attribute__((aligned(64)));
+    i64 steps = left->padded / STEP, last = part_of(left->rows, part + 1, threads), up = e->outer / 32;
+    set_tiles();
+    for (i64 slab = part_of(left->rows, part, threads); slab < last; slab += ROWS)
+        for (i64 n = 0; n < e->outer; n += WIDTH) {
+            i64 pair = n / WIDTH;
+            const int8_t *one = tile_at(tiles, steps, gated ? pair : 2 * pair);
+            const int8_t *two = gated ? tile_at(tiles, steps, pair + up) : one + TILE;
+            for (i64 row = slab; row < least(last, slab + ROWS); row += 32) {
+                i64 count = least(32, last - row);
+                block(at_row(left, row), left->padded, count, one, two, steps, sums);
+                if (gated)
+                    finish_gated(e, sums, row, count, n / 2);
+                else
+                    for (i64 i = 0; i < count; i++)
+                        for (int t = 0; t < 2 && n + 16 * t < e->outer; t++)
+                            finish(e, _mm512_load_si512(sums + i * WIDTH + 16 * t), row + i, n + 16 * t);
+            }
+        }
+    _tile_release();
+}
+
 static void multiply(const int8_t *codes, const int8_t *tiles, const int32_t *column_sums, i64 rows, i64 inner,
                      int threads, const Epilogue *e) {
     i64 panels = parts(e->outer, WIDTH), steps = parts(inner, STEP), padded = steps * STEP;
@@ -140,23 +183,7 @@ static void multiply(const int8_t *codes, const int8_t *tiles, const int32_t *co
     }
     Left left = pad(codes, rows, inner);
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
-    for (int part = 0; part < threads; part++) {
-        int32_t sums[WIDTH * WIDTH] __attribute__((aligned(64)));
-        i64 last = part_of(rows, part + 1, threads);
-        set_tiles();
-        for (i64 slab = part_of(rows, part, threads); slab < last; slab += ROWS)
-            for (i64 panel = 0; panel < panels; panel++) {
-                const int8_t *at = tiles + panel * steps * 2 * TILE;
-                for (i64 row = slab; row < least(last, slab + ROWS); row += 32) {
-                    i64 count = least(32, last - row), n = panel * WIDTH;
-                    block(at_row(&left, row), padded, count, at, at + TILE, 2 * TILE, steps, sums);
-                    for (i64 i = 0; i < count; i++)
-                        for (int t = 0; t < 2 && n + 16 * t < e->outer; t++)
-                            finish(e, _mm512_load_si512(sums + i * WIDTH + 16 * t), row + i, n + 16 * t);
-                }
-            }
-        _tile_release();
-    }
+    for (int part = 0; part < threads; part++) some_rows(&left, tiles, part, threads, e, 0);
     free(left.copy);
 }
 
@@ -171,41 +198,19 @@ void matmul(const int8_t *codes, const int8_t *tiles, const int32_t *column_sums
 /* out [rows, half] = silu(gate) up, where gate is the first half of the product's columns (a multiple of 16). */
 void gated_matmul(const int8_t *codes, const int8_t *tiles, const int32_t *column_sums, const float *scale,
                   const float *row_scale, float *out, i64 rows, i64 inner, i64 half, int threads) {
-    i64 steps = parts(inner, STEP), padded = steps * STEP;
+    Epilogue e = {scale, row_scale, NULL, out, 2 * half, 0};
     if (rows == 1) {
-        float *both = aligned_alloc(64, parts(8 * half, 64) * 64);
-        Epilogue e = {scale, row_scale, NULL, both, 2 * half, 0};
+        e.out = aligned_alloc(64, parts(8 * half, 64) * 64);
         multiply(codes, tiles, column_sums, rows, inner, threads, &e);
-        for (i64 i = 0; i < half; i += LANES)
-            _mm512_storeu_ps(out + i, _mm512_mul_ps(silu_ps(_mm512_loadu_ps(both + i)), _mm512_loadu_ps(both + half + i)));
-        free(both);
+        for (i64 i = 0; i < half; i += LANES) {
+            __m512 gate = _mm512_loadu_ps(e.out + i), up = _mm512_loadu_ps(e.out + half + i);
+            _mm512_storeu_ps(out + i, _mm512_mul_ps(silu_ps(gate), up));
+        }
+        free(e.out);
         return;
     }
     Left left = pad(codes, rows, inner);
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
-    for (int part = 0; part < threads; part++) {
-        int32_t sums[WIDTH * WIDTH] __attribute__((aligned(64)));
-        i64 last = part_of(rows, part + 1, threads);
-        set_tiles();
-        for (i64 slab = part_of(rows, part, threads); slab < last; slab += ROWS)
-            for (i64 n = 0; n < half; n += 16) {
-                i64 gate = n / 16, up = (half + n) / 16;
-                const int8_t *left_tile = tiles + (gate / 2 * steps * 2 + gate % 2) * TILE;
-                const int8_t *right_tile = tiles + (up / 2 * steps * 2 + up % 2) * TILE;
-                __m512 gate_scale = _mm512_loadu_ps(scale + n), up_scale = _mm512_loadu_ps(scale + half + n);
-                for (i64 row = slab; row < least(last, slab + ROWS); row += 32) {
-                    i64 count = least(32, last - row);
-                    block(at_row(&left, row), padded, count, left_tile, right_tile, 2 * TILE, steps, sums);
-                    for (i64 i = 0; i < count; i++) {
-                        __m512 own = _mm512_set1_ps(row_scale[row + i]);
-                        __m512 g = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(sums + i * WIDTH)), gate_scale);
-                        __m512 u = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(sums + i * WIDTH + 16)), up_scale);
-                        g = silu_ps(_mm512_mul_ps(g, own));
-                        _mm512_storeu_ps(out + (row + i) * half + n, _mm512_mul_ps(g, _mm512_mul_ps(u, own)));
-                    }
-                }
-            }
-        _tile_release();
-    }
+    for (int part = 0; part < threads; part++) some_rows(&left, tiles, part, threads, &e, 1);
     free(left.copy);
 }

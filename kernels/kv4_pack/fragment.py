@@ -42,7 +42,7 @@ def declines(device: torch.device, head_dim: int, group: int = 1) -> str | None:
         return f"head size {head_dim} is not one of {HEAD_DIMS}"
     if group > LARGEST_GROUP:
         return f"{group} query heads share a KV head, more than {LARGEST_GROUP}"
-    return nvrtc.cannot_load(device, lambda: _kernel(nvrtc.indexed(device), head_dim))
+    return nvrtc.cannot_load(device, lambda: _kernel(nvrtc.indexed(device), head_dim, False))
 
 
 def value_panels(head_dim: int) -> int:

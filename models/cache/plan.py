@@ -53,31 +53,43 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: ModelConfig, shape: CacheShape, weights: str, context: int, chunk: int, device: torch.device
+    config: ModelConfig,
+    shape: CacheShape,
+    weights: str,
+    context: int,
+    chunk: int,
+    device: torch.device,
+    embedding: str = "bf16",
 ) -> MemoryPlan:
-    """The plan for `weights`, "w8a8", "bf16" or "llm.int8", on `device`, which need not exist."""
+    """The plan for `weights`, "w8a8", "bf16" or "llm.int8", and `embedding`, "bf16" or "int8".
+
+    `device` need not exist.
+    """
     return MemoryPlan(
         context,
         shape.bytes_per_token,
-        weights_bytes(config, weights, device),
+        weights_bytes(config, weights, device, embedding),
         context * shape.bytes_per_token + SNAPSHOTS * shape.exact_bytes,
         SNAPSHOTS * shape.window_bytes,
         workspace_bytes(config, shape, chunk, device),
     )
 
 
-def weights_bytes(config: ModelConfig, weights: str, device: torch.device) -> int:
+def weights_bytes(config: ModelConfig, weights: str, device: torch.device, embedding: str = "bf16") -> int:
     """Bytes of all weights as the decoder holds them: norms and biases in fp32, scales a channel with int8."""
+    rounded = config.vocab_size * (config.hidden_size + 4)
     total = 0
     if weights == "w8a8":
         narrow = device.type == "cuda" and narrow_turn(config.hidden_size)
         total += (6 if narrow else 4) * config.hidden_size**2  # the residual stream's rotation, in bf16 too if exact
-        if int8_head(device):
-            total += config.vocab_size * (config.hidden_size + 4)  # beside the unquantised one
+        if int8_head(device) and embedding == "bf16":
+            total += rounded  # beside the unquantised one
+    if embedding == "int8" and config.tied_embeddings and device.type == "cpu":
+        total += rounded  # the head's codes in its product's own order
     for name, shape in config.tensor_shapes().items():
         elements = shape[0] * shape[-1] if len(shape) == 2 else shape[0]
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
-            total += elements * dense_dtype(device).itemsize
+            total += rounded if embedding == "int8" else elements * dense_dtype(device).itemsize
         elif len(shape) == 1:
             total += 4 * elements
         else:

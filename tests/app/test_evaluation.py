@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +15,15 @@ import pytest
 from app.__main__ import main
 from app.errors import UsageError
 from app.evaluation import metrics
-from app.evaluation.examiner import Examiner, Journal
+from app.evaluation.examiner import Examiner, Journal, Stopped
 from app.evaluation.haystack import Haystack, read_haystack
 from app.evaluation.longbench import Item, longbench, prompt_of, read_items, score
 from app.evaluation.needle import Grid, heat_map, needle
 from app.evaluation.passkeys import PromptMaker
 from app.evaluation.ruler import TASKS, found_share, ruler
-from app.evaluation.selftest import self_test
+from app.evaluation.selftest import SelfTest
 from app.model import OpenModel
-from tests.fakes import FakeRunner, FakeTokenizer
+from tests.fakes import FakeRunner, FakeSlot, FakeTokenizer
 
 TEXT = "The harbour was quiet in the morning. Nobody had seen the boat leave, and the fog hid the far shore. " * 60
 TOKENIZER = FakeTokenizer()
@@ -200,16 +202,57 @@ def test_damaged_data_is_refused(name: str, content: str, tasks: list[str], mess
 
 
 def test_self_test_shows_where_the_model_is_blind(haystack: Haystack) -> None:
-    asked = examiner(FakeRunner(found, capacity=9000, chunk=4096))
-    seen = list(self_test(asked, TEXT, 5))
+    test = SelfTest(examiner(FakeRunner(found, capacity=9000, chunk=4096)), TEXT, 5)
+    seen = list(test)
     assert [one.found for one in seen] == [True, True, False, True, True]
     assert [one.depth for one in seen] == [0, 0.25, 0.5, 0.75, 1]
-    assert seen[0].tokens == len(haystack.ids)  # the whole text
-    cut = list(self_test(examiner(FakeRunner(found, capacity=3000, chunk=4096)), TEXT, 5))
-    assert 1000 < cut[0].tokens < 3000 and len(cut) == 5  # as much of its beginning as fits
-    for count, message in ((0, "1 to 50"), (50, "plant fewer")):
-        with pytest.raises(UsageError, match=message):
-            list(self_test(examiner(FakeRunner(found, capacity=3000, chunk=4096)), TEXT, count))
+    assert test.tokens == test.of == len(haystack.ids)  # the whole text
+    cut = SelfTest(examiner(FakeRunner(found, capacity=3000, chunk=4096)), TEXT, 5)
+    assert 1000 < cut.tokens < 3000 and cut.of == test.of and len(list(cut)) == 5  # as much of its beginning as fits
+    for count in (0, 51):
+        with pytest.raises(UsageError, match="1 to 50"):
+            SelfTest(examiner(FakeRunner(found, capacity=3000, chunk=4096)), TEXT, count)
+    with pytest.raises(UsageError, match="do not fit"):
+        SelfTest(examiner(FakeRunner(found, capacity=200, chunk=4096)), TEXT, 1)
+
+
+def test_self_test_plants_one_fact_at_a_time_and_none_that_is_there_already() -> None:
+    prompts: list[str] = []
+
+    def answer(prompt: tuple[int, ...]) -> str:
+        prompts.append(TOKENIZER.decode(prompt))
+        return found(prompt)
+
+    list(SelfTest(examiner(FakeRunner(answer, 9000, 4096)), TEXT, 4))
+    assert [prompt.count("The pass code of") for prompt in prompts] == [1] * 4
+    codes = [re.search(r"is (\d{5})\. Remember", prompt) for prompt in prompts]
+    taken = codes[0][1]  # type: ignore[index]
+    del prompts[:]
+    list(SelfTest(examiner(FakeRunner(answer, 9000, 4096)), TEXT + f"Room {taken}. ", 4))
+    assert not any(f"is {taken}. Remember" in prompt for prompt in prompts)
+
+
+def test_a_self_test_asks_one_by_one_and_is_stopped_at_once() -> None:
+    asked = examiner(FakeRunner(found, 9000, 4096))
+    run, seen = iter(SelfTest(asked, TEXT, 5)), []
+    for _ in range(2):
+        seen.append(next(run))
+        assert not asked._engine.busy  # nothing of the test is in line between two questions
+    asked.stop()
+    with pytest.raises(Stopped):
+        next(run)
+    assert len(seen) == 2 and not asked._engine.busy
+    reading = threading.Event()
+
+    def slow(step: str, slot: FakeSlot) -> None:
+        reading.set()
+        time.sleep(0.01)
+
+    asked = examiner(FakeRunner(found, 9000, 16, hook=slow))
+    threading.Thread(target=lambda: (reading.wait(10), asked.stop())).start()
+    with pytest.raises(Stopped):
+        list(SelfTest(asked, TEXT, 5))
+    assert asked._engine.runner.read < 3000  # type: ignore[attr-defined]  # ended in the midst of reading
 
 
 def test_haystacks(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from app.config import Settings
 from app.embedded import embedded_model_path
 from app.head_costs import Heads, ratio_cost
 from app.model import choose_pattern, find_model, plan_context
-from app.ui.heads import cost_table
+from app.ui.heads import comparison
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
 from models.cache.shape import BLOCK, CacheShape
@@ -72,35 +73,54 @@ def test_costs_are_those_of_the_cache() -> None:
     assert "-" in half.against(full)
 
 
+def embedded_heads(settings: Settings) -> Heads:
+    pattern, _ = choose_pattern(find_model(settings), settings)
+    assert pattern is not None
+    return Heads(open_checkpoint(embedded_model_path()).config, pattern, settings, CPU)
+
+
 def test_other_settings_cost_what_the_plan_says() -> None:
     settings = Settings(model="embedded")
-    pattern, _ = choose_pattern(find_model(settings), settings)
-    assert pattern is not None
-    heads = Heads(open_checkpoint(embedded_model_path()).config, pattern, settings, CPU)
-    costs = {cost.flags: cost for cost in heads.other_settings(8192, 2048)}
-    assert [flags for flags, cost in costs.items() if cost.in_force] == [
-        "--kv kv4",
-        f"--sink-tokens {pattern.sink}",
-        f"--recent {pattern.recent}",
-        "--chunk 2048",
-    ]
-    assert len({cost.total_bytes for cost in costs.values() if cost.in_force}) == 1
+    heads = embedded_heads(settings)
+
+    def rows(**values: Any) -> dict[str, tuple[str, str]]:
+        return {what: (now, then) for what, now, then in heads.compare(replace(settings, **values), 8192, 2048)}
+
     plan, _, _ = plan_context(replace(settings, chunk=2048), 8192, gpu=False)
-    now, wide = costs["--kv kv4"], costs["--kv bf16"]
-    assert (now.total_bytes, now.bytes_per_token) == (plan.total_bytes, plan.bytes_per_token)
-    assert wide.bytes_per_token > costs["--kv kv8"].bytes_per_token > now.bytes_per_token
-    for more in (f"--sink-tokens {2 * pattern.sink}", f"--recent {2 * pattern.recent}", "--chunk 4096"):
-        assert costs[more].total_bytes > now.total_bytes
-        assert costs[more].bytes_per_token == now.bytes_per_token
-    table = cost_table(list(costs.values()), 8192)
-    assert table.count("(in force)") == 4 and "8,192 tokens" in table and "--kv kv8" in table
+    same = rows()
+    assert same["Heads that keep everything"] == ("45", "45")
+    assert same["Memory in all, weights included"] == (f"{plan.total_bytes / 1e6:,.0f} MB",) * 2
+    assert same["One more token of cache"] == (f"{plan.bytes_per_token:,} bytes",) * 2
+    wide, _, _ = plan_context(replace(settings, chunk=2048, kv="bf16"), 8192, gpu=False)
+    change = (wide.total_bytes / plan.total_bytes - 1) * 100
+    assert (
+        rows(kv="bf16")["Memory in all, weights included"][1] == f"{wide.total_bytes / 1e6:,.0f} MB ({change:+.0f} %)"
+    )
+    total, token = "Memory in all, weights included", "One more token of cache"
+    sink, recent = heads.window
+    for more in ({"sink": 50 * (sink + 1)}, {"recent": 2 * recent}, {"chunk": 4096}):
+        assert rows(**more)[total][1].endswith("%)") and "+" in rows(**more)[total][1]
+        assert rows(**more)[token] == same[token]
+    assert rows(retrieval_ratio=0.2)["Heads that keep everything"] == ("45", "18")
+    assert "(-60 %)" in rows(retrieval_ratio=0.2)[token][1]
 
 
-def test_the_page_previews_before_a_ratio_is_applied() -> None:
+def test_the_page_previews_before_settings_are_used() -> None:
     settings = Settings(model="embedded")
-    pattern, _ = choose_pattern(find_model(settings), settings)
-    assert pattern is not None
-    heads = Heads(open_checkpoint(embedded_model_path()).config, pattern, settings, CPU)
-    assert "50%: 45 heads" in heads.preview(0.5, 8192) and "the same" in heads.preview(0.5, 8192)
-    assert "20%: 18 heads" in heads.preview(0.2, 8192) and "-40 %" in heads.preview(0.2, 8192)
+    heads = embedded_heads(settings)
+    now = comparison(heads, settings, 8192, 2048)
+    assert "In force" in now and "As chosen" not in now and "<td>45</td>" in now
+    then = comparison(heads, replace(settings, retrieval_ratio=0.2, kv="kv8"), 8192, 2048)
+    assert "As chosen" in then and "<td>45</td><td>18</td>" in then
     assert heads.picture(8192).startswith(b"\x89PNG")
+
+
+def test_endless_mode_and_models_without_a_pattern_are_told_too() -> None:
+    config = open_checkpoint(embedded_model_path()).config
+    endless = Heads(config, None, Settings(model="embedded", mode="endless"), CPU)
+    assert endless.window == (4, 2044)
+    rows = {what: then for what, _, then in endless.compare(replace(endless.settings, recent=1020), 2048, 2048)}
+    assert "Heads that keep everything" not in rows and "(-50 %)" in rows["Cache of 2,048 tokens"]
+    plain = Heads(config, None, Settings(model="embedded"), CPU)
+    rows = {what: then for what, _, then in plain.compare(replace(plain.settings, kv="bf16"), 2048, 2048)}
+    assert rows["Arithmetic of attention in reading"] == "100% of all heads full"

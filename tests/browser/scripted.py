@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from app.config import Settings
 from app.embedded import embedded_model_path
 from app.engine.types import Memory, SamplingParams
-from app.model import OpenModel
+from app.head_costs import Heads
+from app.model import OpenModel, choose_pattern, find_model
 from app.tokenizer import Tokenizer
+from models.checkpoint import open_checkpoint
 from models.evidence import Looked, Question
 
 ANSWER = """The code word is **{word}**. It stands on the last page:
@@ -46,6 +49,7 @@ class Script:
     sink: int = 4
     recent: int = 2044  # both where `capacity` is None
     answer: str = ANSWER
+    patterned: bool = False  # with the embedded model's head pattern
     fail_load: Exception | None = None
     fail_decode: Exception | None = None
     steps: int = 0
@@ -67,7 +71,13 @@ class Script:
             eos_ids=frozenset(self.tokenizer.eos_ids),
             bytes_for=lambda context: 134_000_000 + 5440 * context,
             pattern_note="No head pattern: every head keeps everything.",
+            heads=_heads(settings) if self.patterned else None,
         )
+
+
+def _heads(settings: Settings) -> Heads:
+    pattern, _ = choose_pattern(find_model(replace(settings, model="embedded")), settings)
+    return Heads(open_checkpoint(embedded_model_path()).config, pattern, settings, torch.device("cpu"))
 
 
 class ScriptedRunner:
@@ -99,13 +109,22 @@ class ScriptedRunner:
     def close(self) -> None:
         pass
 
+    def release(self) -> None:
+        self.kept.clear()
+
     def memory(self) -> Memory:
         return Memory(134_000_000, 5440 * sum(map(len, self.kept.values())), 2_000_000, 160_000_000)
 
     def describe(self) -> dict[str, Any]:
         script = self.script
         kept = {} if script.capacity is not None else {"mode": "endless", "sink": script.sink, "recent": script.recent}
-        return {"weights": "w8a8", "kv": "kv4", **kept, "backends": {"attention": "torch", "linear": "torch"}}
+        return {
+            "weights": "w8a8",
+            "kv": "kv4",
+            "chunk": script.chunk,
+            **kept,
+            "backends": {"attention": "torch", "linear": "torch"},
+        }
 
 
 class ScriptedSlot:

@@ -450,3 +450,51 @@ def test_requests_that_end_in_many_threads_are_all_counted() -> None:
     finally:
         sys.setswitchinterval(switch)
     assert totals.as_dict()["requests"] == {"stop": 8 * ends}
+
+
+def test_work_between_requests_comes_in_its_turn_and_harms_none(make: Make) -> None:
+    gate, order = threading.Event(), []
+    engine = make(hook=lambda step, slot: gate.wait(WAIT))
+    first = engine.submit(request("First?"), lambda done: order.append("first"))
+
+    def work() -> None:
+        order.append("work")
+        assert done(engine.submit(request("Of the work itself?"))).text == "Yes."  # at once, though another waits
+
+    thread = threading.Thread(target=engine.between, args=(work,))
+    thread.start()
+    while not engine.waiting:
+        time.sleep(0.001)
+    second = engine.submit(request("Second?"), lambda done: order.append("second"))
+    assert not order
+    gate.set()
+    assert done(first).text == done(second).text == "Yes."
+    thread.join(WAIT)
+    assert order == ["first", "work", "second"]
+    with pytest.raises(ZeroDivisionError):
+        engine.between(lambda: print(1 // 0))
+    assert done(engine.submit(request("After it?"))).text == "Yes."
+
+
+def test_work_that_waits_hears_of_the_end(make: Make) -> None:
+    gate, failed = threading.Event(), []
+    engine = make(hook=lambda step, slot: gate.wait(WAIT))
+    running = engine.submit(request("First?"))
+
+    def wait() -> None:
+        try:
+            engine.between(lambda: None)
+        except OctavoError as error:
+            failed.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not engine.waiting:
+        time.sleep(0.001)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    thread.join(WAIT)
+    gate.set()
+    closing.join(WAIT)
+    assert failed == ["The engine is closed."]
+    assert done(running).finish_reason == "cancelled"

@@ -1,0 +1,173 @@
+"""The part of the page that plants facts in a document and shows where the model sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from html import escape
+from typing import Any
+
+import gradio as gr
+
+from app.engine.types import Opening, Progress, Queued
+from app.errors import describe
+from app.evaluation.examiner import Stopped
+from app.evaluation.selftest import Seen, SelfTest
+from app.service import ChatService, Selection
+from app.ui.session import Session
+
+_POLL_S = 0.2
+_FACTS = 8
+_WHAT = (
+    "<p><b>Does the model see all of a document?</b> One made-up fact at a time is hidden in it, from the beginning to"
+    " the end, and asked for. Each is a question of its own, so that others can ask in between.</p>"
+)
+
+
+class _Run:
+    """A self-test under way in a thread of its own, whatever the page does."""
+
+    def __init__(self, test: SelfTest) -> None:
+        self.test = test
+        self.seen: list[Seen] = []
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._work, name="self-test", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        try:
+            for one in self.test:
+                self.seen.append(one)
+        except Exception as error:
+            self.error = error
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+
+def self_test_form(service: ChatService, session: gr.State, changed: Sequence[Any]) -> None:
+    """Chooses a document and the number of facts; `changed` are parts that change, or open, when documents do."""
+    runs: dict[str, _Run] = {}  # by tab
+    gr.HTML(_WHAT, elem_id="oc-self-test-about", apply_default_css=False)
+    with gr.Row(elem_id="oc-self-test-row"):
+        name = gr.Dropdown([], label="Document", elem_id="oc-self-test-document")
+        count = gr.Dropdown([4, 8, 16, 32], value=_FACTS, label="Facts", elem_id="oc-self-test-count")
+        start = gr.Button("Test", size="sm", elem_id="oc-self-test")
+        stop = gr.Button("Stop", size="sm", elem_id="oc-self-test-stop", visible=False)
+    chart = gr.HTML("", elem_id="oc-depths", apply_default_css=False)
+
+    def listed(session: Session | None, chosen: str | None) -> gr.Dropdown:
+        names = list(_sources(session)) if session is not None else []
+        return gr.Dropdown(names, value=chosen if chosen in names else names[0] if names else None)
+
+    async def tested(session: Session | None, chosen: str | None, facts: int) -> AsyncIterator[dict[Any, Any]]:
+        sources = _sources(session) if session is not None else {}
+        if session is None or not sources:
+            yield {chart: "<p>Add a document first.</p>"}
+            return
+        if session.token in runs:
+            return
+        title = chosen if chosen in sources else next(iter(sources))
+        yield {start: gr.Button(visible=False), stop: gr.Button(visible=True), chart: "<p>Preparing …</p>"}
+        page = session.page
+        run: _Run | None = None
+        try:
+            run = runs[session.token] = _Run(await asyncio.to_thread(service.self_test, sources[title], int(facts)))
+            shown = ""
+            while run.running and session.page == page:  # a page that is closed asks no further
+                if (now := depth_chart(run.test, title, list(run.seen), _where(run))) != shown:
+                    shown = now
+                    yield {chart: now}
+                await asyncio.sleep(_POLL_S)
+            if run.error is not None and not isinstance(run.error, Stopped):
+                raise run.error
+            ended = "" if run.error is None else f"Stopped after {len(run.seen)} of {run.test.count}."
+            yield {chart: depth_chart(run.test, title, run.seen, ended)}
+        except Exception as error:
+            yield {chart: f'<p class="oc-lost">{escape(describe(error)[0])}</p>'}
+        finally:
+            if run is not None:
+                run.test.examiner.stop()
+            runs.pop(session.token, None)
+        yield {start: gr.Button(visible=True), stop: gr.Button(visible=False)}
+
+    def stopped(session: Session | None) -> None:
+        if session is not None and (run := runs.get(session.token)) is not None:
+            run.test.examiner.stop()
+
+    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_limit": None}
+    triggers = [part.expand if isinstance(part, gr.Accordion) else part.change for part in changed]
+    gr.on(triggers, listed, [session, name], [name], **quiet)
+    start.click(tested, [session, name, count], [start, stop, chart], **quiet)
+    stop.click(stopped, [session], None, queue=False, **quiet)
+
+
+def _where(run: _Run) -> str:
+    """What goes on just now."""
+    which = f"Fact {min(len(run.seen) + 1, run.test.count)} of {run.test.count}: "
+    match run.test.examiner.at:
+        case Queued(place):
+            return f"{which}waiting, place {place} in line."
+        case Opening(done, total):
+            return f"{which}opening what was read, {done:,} of {total:,} tokens."
+        case Progress(done, total) as progress:
+            left = f", {progress.seconds_left:.0f} s left" if progress.seconds_left >= 1 else ""
+            return f"{which}reading, {done:,} of {total:,} tokens{left}."
+    return f"{which}asking."
+
+
+def depth_chart(test: SelfTest, title: str, seen: list[Seen], where: str) -> str:
+    """A summary in words, and a row a fact: its depth, whether it was found, what was answered."""
+    said = [f"<p>{where}</p>"] if where else []
+    found = sum(one.found for one in seen)
+    if seen:
+        said.append(
+            f"<p><b>{found} of {len(seen)} planted facts found</b> in {escape(title)}. {_meaning(test, seen)}</p>"
+        )
+    if test.tokens < test.of:
+        said.append(
+            f"<p>Only the first {test.tokens:,} of its {test.of:,} tokens fit into the context and are tested.</p>"
+        )
+    rows = "".join(
+        f'<tr class="{"oc-found" if one.found else "oc-lost"}"><td>{_place(one.depth)}</td>'
+        f"<td>{'found' if one.found else 'missed'}</td><td>{escape(one.answer)}</td></tr>"
+        for one in seen
+    )
+    head = "<tr><th>Place</th><th></th><th>What the model answered</th></tr>" if seen else ""
+    return f"{''.join(said)}<table>{head}{rows}</table>"
+
+
+def _place(depth: float) -> str:
+    return {0.0: "the beginning", 1.0: "the end"}.get(depth, f"at {depth:.0%}")
+
+
+def _meaning(test: SelfTest, seen: list[Seen]) -> str:
+    if len(seen) < test.count:
+        return ""
+    if all(one.found for one in seen):
+        return "At these settings the model sees this document from beginning to end."
+    return (
+        "What stands where a fact was missed may be overlooked. Try more heads that keep everything, or more bits, and"
+        " test again: what is missed with all heads full too is beyond the model itself."
+    )
+
+
+def _sources(session: Session) -> dict[str, Selection]:
+    """Documents on the shelf and those that the chat has read, by names that differ."""
+    conversation = session.conversation
+    found = [attachment.source for attachment in conversation.readable]
+    keys = {source.key for source in found}
+    for turn in conversation.chat.turns:
+        for source in turn.sources:
+            if source.document.pages and source.key not in keys:
+                keys.add(source.key)
+                found.append(source)
+    named: dict[str, Selection] = {}
+    for source in found:
+        title, number = source.title, 2
+        while title in named:
+            title, number = f"{source.title} - {number}", number + 1
+        named[title] = source
+    return named

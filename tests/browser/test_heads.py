@@ -1,0 +1,113 @@
+"""The panel about heads: other settings are previewed and used, a document is tested and the test stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page
+
+from app.errors import UsageError
+from tests.browser.conftest import Site, add, ask, state, until
+from tests.browser.scripted import Script
+
+pytestmark = pytest.mark.browser
+
+Open = Callable[..., Page]
+COSTS, NOTE = "#oc-costs", "#oc-use-note"
+
+
+@pytest.fixture
+def patterned(start_site: Callable[[Script], Site]) -> Site:
+    return start_site(Script(chunk_s=0.15, token_s=0.02, patterned=True))
+
+
+def opened(open_page: Open, site: Site) -> Page:
+    page = open_page(site.url)
+    state(page, "idle")
+    page.click("#oc-heads > button")
+    page.wait_for_selector("#oc-heads-picture img[src^='data:image/png']", timeout=60_000)
+    return page
+
+
+def test_settings_are_previewed_then_used_behind_what_runs(
+    patterned: Site, open_page: Open, texts: Callable[..., Path], tmp_path: Path
+) -> None:
+    page, other = opened(open_page, patterned), open_page(patterned.url)
+    page.screenshot(path=str(tmp_path / "opened.png"))
+    assert "In force" in page.inner_text(COSTS) and "As chosen" not in page.inner_text(COSTS)
+    assert page.is_disabled("#oc-use")
+    page.fill("#oc-heads-ratio input[type=number]", "0.2")
+    page.press("#oc-heads-ratio input[type=number]", "Enter")
+    until(lambda: "\t45\t18" in page.inner_text(COSTS))
+    page.click("#oc-heads-kv label:has-text('8 bits')")
+    until(lambda: "for everybody" in page.inner_text(NOTE) and page.is_enabled("#oc-use"))
+    page.screenshot(path=str(tmp_path / "previewed.png"))
+    add(other, texts("other.txt", "heron"))
+    state(other, "plan")
+    ask(other, "What is the code word?")
+    state(other, "reading")
+    page.click("#oc-use")
+    until(lambda: "Waiting for the answers in front" in page.inner_text(NOTE))
+    until(lambda: "in force now" in page.inner_text(NOTE), 60)
+    until(lambda: "The code word is heron" in other.inner_text("#oc-chat .bot .prose"))  # nobody's answer was harmed
+    settings = patterned.service.settings
+    assert (settings.retrieval_ratio, settings.kv, settings.sink, settings.chunk) == (0.2, "kv8", None, None)
+    assert page.is_disabled("#oc-use") and "\t18" in page.inner_text(COSTS)
+    state(other, "idle")
+    ask(other, "Once more?")
+    until(lambda: other.locator("#oc-chat .bot .prose").count() == 2)
+
+
+def test_settings_that_cannot_be_are_told(patterned: Site, open_page: Open) -> None:
+    page = opened(open_page, patterned)
+    page.fill("#oc-heads-recent input", "")
+    until(lambda: "Give a number" in page.inner_text(COSTS))
+    assert page.is_disabled("#oc-use")
+    page.fill("#oc-heads-recent input", "300")
+    until(lambda: "As chosen" in page.inner_text(COSTS) and page.is_enabled("#oc-use"))
+    patterned.script.fail_load = UsageError("There is no room for this.")
+    page.click("#oc-use")
+    until(lambda: "There is no room for this." in page.inner_text(NOTE))
+    assert not patterned.service.ready  # the settings before could not be had back either
+
+
+def test_a_document_is_chosen_tested_and_the_test_stopped(
+    patterned: Site, open_page: Open, texts: Callable[..., Path], tmp_path: Path
+) -> None:
+    patterned.script.chunk_s = 0.5  # so that a busy machine's page shows it reading
+    page = opened(open_page, patterned)
+    page.click("#oc-self-test")
+    until(lambda: "Add a document first." in page.inner_text("#oc-depths"))
+    add(page, texts("first.txt", "heron"), texts("second.txt", "plover", 3))
+    state(page, "plan")
+    page.click("#oc-self-test-document input")
+    page.click("[role=option]:has-text('second.txt')")
+    page.click("#oc-self-test")
+    until(lambda: "of 8: reading" in page.inner_text("#oc-depths"))
+    page.wait_for_selector("#oc-depths .oc-lost", timeout=60_000)  # the script knows of no facts
+    assert "second.txt" in page.inner_text("#oc-depths") and not page.is_visible("#oc-self-test")
+    page.screenshot(path=str(tmp_path / "testing.png"))
+    page.click("#oc-self-test-stop")
+    until(lambda: "Stopped after" in page.inner_text("#oc-depths"))
+    until(lambda: page.is_visible("#oc-self-test"))
+    assert not patterned.service.busy
+    page.click("#oc-self-test")
+    until(lambda: page.locator("#oc-depths td:nth-child(2)").count() == 8, 120)
+    assert page.inner_text("#oc-depths").startswith("0 of 8 planted facts found in second.txt")
+    assert "may be overlooked" in page.inner_text("#oc-depths")
+    page.screenshot(path=str(tmp_path / "tested.png"))
+
+
+def test_a_closed_page_tests_no_further(patterned: Site, open_page: Open, texts: Callable[..., Path]) -> None:
+    page = opened(open_page, patterned)
+    add(page, texts("long.txt", "heron", 12))
+    state(page, "plan")
+    page.click("#oc-self-test")
+    until(lambda: "Fact 1 of 8: reading" in page.inner_text("#oc-depths"))
+    page.close()
+    until(lambda: not patterned.service.busy, 10)
+    reads = patterned.script.chunks
+    page = opened(open_page, patterned)
+    assert patterned.script.chunks == reads

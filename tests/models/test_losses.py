@@ -1,0 +1,124 @@
+"""Which heads lose most by 4 bits, measured; and what 8 bits for them give back."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from app.config import Settings
+from app.engine.sizing import resolve_shape
+from app.errors import UsageError
+from app.kv_bits import head_losses
+from models.build import load_decoder
+from models.cache.duo import DuoCache
+from models.cache.pool import BlockPool
+from models.cache.shape import CacheShape
+from models.checkpoint import open_checkpoint
+from models.errors import UnsupportedModel
+from models.losses import choose_wide, measure_losses
+from models.quantize import quantize_checkpoint
+from quant import formats
+from tests.models.tiny import HF, SIZES, parameters, tiny_model
+
+CPU = torch.device("cpu")
+EVERY = np.ones((2, 2), dtype=bool)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A Qwen2 whose KV head 1 of layer 1 has keys far from zero, which its scores hardly show."""
+    state = {}
+    for key, tensor in parameters(tiny_model("qwen2")).items():
+        state[key] = tensor * (tensor.shape[-1] ** -0.5 if tensor.dim() == 2 else 0) + ("norm" in key)
+    state["model.layers.1.self_attn.k_proj.bias"][16 + 7] += 60
+    save_file({key: tensor.contiguous() for key, tensor in state.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(
+        json.dumps(HF["qwen2"].to_dict() | {"rope_parameters": None, "rope_theta": 1e6})
+    )
+    return tmp_path
+
+
+def _ids(n=500):
+    return torch.randint(0, SIZES["vocab_size"], (n,), generator=torch.Generator().manual_seed(5))
+
+
+def _logits(path, kv, wide=None, mask=EVERY):
+    checkpoint = open_checkpoint(path)
+    shape = CacheShape.for_model(checkpoint.config, mask, kv, 16, 64, CPU, wide)
+    decoder = load_decoder(checkpoint, mask, "fp32", shape, CPU, wide=wide)
+    cache = DuoCache(BlockPool(shape, 4, CPU))
+    first = decoder.forward(_ids()[:300], cache)
+    return decoder.logits(torch.cat([first, *(decoder.forward(_ids()[n : n + 1], cache) for n in range(300, 500))]))
+
+
+def test_the_head_that_loses_most_is_found_and_8_bits_for_it_mend_the_model(folder):
+    losses = measure_losses(open_checkpoint(folder), _ids(), CPU)
+    assert losses.shape == (2, 2) and (losses >= 0).all()
+    assert np.unravel_index(losses.argmax(), losses.shape) == (1, 1)
+    wide = choose_wide(EVERY, losses, 6.0, 64)  # of 4.5 to 8.5: 3 in 8, one head of four
+    assert wide.sum() == 1 and wide[1, 1]
+    exact = _logits(folder, "fp32")
+    error = {}
+    for head in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        alone = np.zeros((2, 2), dtype=bool)
+        alone[head] = True
+        error[head] = (_logits(folder, "kv4", alone) - exact).norm().item()
+    plain = (_logits(folder, "kv4") - exact).norm().item()
+    assert error.pop((1, 1)) < 0.9 * min(plain, *error.values())  # the best of all choices of one head
+
+
+@pytest.mark.parametrize("mask", [EVERY, np.array([[False, True], [True, True]])])
+def test_all_heads_in_8_bits_is_kv8(folder, mask):
+    """In whatever place a head lies: the order of heads follows the choice."""
+    torch.testing.assert_close(_logits(folder, "kv4", mask.copy(), mask), _logits(folder, "kv8", None, mask))
+    some = mask & np.array([[False, False], [False, True]])
+    apart = (_logits(folder, "kv4", some, mask) - _logits(folder, "kv8", None, mask)).norm()
+    assert 0 < apart < (_logits(folder, "kv4", None, mask) - _logits(folder, "kv8", None, mask)).norm()
+
+
+def test_a_budget_gives_its_share_of_heads_and_no_more():
+    mask = np.random.default_rng(0).random((9, 7)) < 0.5
+    losses = np.random.default_rng(1).random((9, 7))
+    heads = int(mask.sum())
+    for bits in (4.25, 4.5, 5.0, 6.1, 8.25):
+        wide = choose_wide(mask, losses, bits, 128)
+        assert not (wide & ~mask).any()
+        assert 4.25 + 4 * wide.sum() / heads <= bits < 4.25 + 4 * (wide.sum() + 1) / heads
+        rest = losses[mask & ~wide]
+        assert not wide.any() or not rest.size or losses[wide].min() >= rest.max()
+        assert choose_wide(mask, None, bits, 128).sum() == wide.sum()
+    for bits in (4.2, 8.3, 16):
+        with pytest.raises(UnsupportedModel, match=r"4\.25 to 8\.25"):
+            choose_wide(mask, losses, bits, 128)
+
+
+def test_the_plan_counts_what_the_cache_takes(folder):
+    config = open_checkpoint(folder).config
+    _, shape = resolve_shape(config, None, Settings(kv_bits=7.0), CPU)
+    assert config.head_dim == 16 and sum(shape.wide_heads) == 1
+    pool = BlockPool(shape, 3, CPU)
+    assert sum(stored.nbytes for stored, _ in pool._stored()) == 3 * 128 * shape.bytes_per_token
+    assert shape.bytes_per_token == 2 * (3 * (8 + 4) + 16 + 4)
+    with pytest.raises(UsageError, match="--kv-bits"):
+        Settings(kv="kv8", kv_bits=5.0)
+
+
+class _Words:
+    """A tokenizer that gives every character a token."""
+
+    def encode_text(self, text, **more):
+        return [ord(letter) % SIZES["vocab_size"] for letter in text]
+
+
+def test_losses_are_measured_once_and_come_with_a_checkpoint_of_ours(folder, tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    checkpoint = open_checkpoint(folder)
+    first = head_losses(checkpoint, _Words(), cache, CPU)
+    quantize_checkpoint(checkpoint, tmp_path / "out", [_ids()], formats.metadata("a", "b", {}, None), CPU)
+    monkeypatch.setattr("app.kv_bits.measure_losses", None)
+    assert np.array_equal(head_losses(checkpoint, _Words(), cache, CPU), first)
+    told = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["kv4_losses"]
+    ours = head_losses(open_checkpoint(tmp_path / "out"), _Words(), cache, CPU)
+    assert np.array_equal(ours, np.array(told)) and ours.argmax() == 3
