@@ -178,7 +178,9 @@ def test_a_client_that_goes_away_ends_its_answer(url: str, stream: bool) -> None
     if stream:
         got = b""
         while got.count(b"data: ") < 7:
-            got += client.recv(4096)
+            more = client.recv(4096)
+            assert more, got
+            got += more
     else:
         while not metric(url, "octavo_busy"):
             time.sleep(0.01)
