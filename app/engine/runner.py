@@ -399,7 +399,8 @@ def _snapshots(
             mask.tobytes(),
             b"" if wide is None else wide.tobytes(),
             pool.shape,
-            [store.layout.__name__ for store in pool.stores],
+            # The panels of one layout differ by the processor's vectors.
+            [(store.layout.__name__, store.layout.value_panels(pool.shape.head_dim)) for store in pool.stores],
             pool.device.type,
         )
         return SnapshotStore(folder, hashlib.sha256(repr(traits).encode()).hexdigest()[:32], int(quota * 1e9))

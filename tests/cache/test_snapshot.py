@@ -1,13 +1,16 @@
 """A cache written to disk and read back is the same cache."""
 
+import hashlib
+
 import numpy as np
 import pytest
 import torch
 
+from kernels.kv4_pack import KV4_LAYOUT
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
 from models.cache.shape import CacheShape
-from models.cache.snapshot import read_chain, read_footer, write_snapshot
+from models.cache.snapshot import VERSION, read_chain, read_footer, write_snapshot
 from models.errors import BadSnapshot, PoolExhausted
 
 SHAPES = {
@@ -152,3 +155,34 @@ def test_dump_and_fill_are_inverse_for_every_format():
         order = np.random.default_rng(0).permutation(9).tolist()
         pool.fill(order, before)
         assert torch.equal(pool.dump(order), before)
+
+
+# What a file of each VERSION holds. Where this test fails, the stored format has changed: raise VERSION in
+# models/cache/snapshot.py, so that older files are read no more, and put the new hash here.
+FORMATS = {2: "6d9d866cc031e202"}
+
+
+def _codes(*size):
+    """Codes of 0 to 15 in a fixed order, without a random generator."""
+    return (torch.arange(int(np.prod(size))) * 7 % 16).to(torch.uint8).view(size)
+
+
+def test_the_stored_format_belongs_to_its_version(tmp_path, poisoned, monkeypatch):
+    monkeypatch.setattr("kernels.kv4_pack.int4pack.panel", lambda: 64)  # on any processor
+    digest = hashlib.sha256()
+    for backend in KV4_LAYOUT.backends:  # how each layout packs 4-bit codes; all of it runs anywhere
+        digest.update(backend.name.encode())
+        for pack in (backend.run.pack_keys, backend.run.pack_values):
+            digest.update(pack(_codes(2, 256, 64)).contiguous().numpy().tobytes())
+    shape = SHAPES["bf16"]  # no arithmetic: the bytes are those of the tokens
+    pool = BlockPool(shape, 8, torch.device("cpu"))
+    cache = DuoCache(pool)
+    cache.begin(500)
+    for layer in range(2):
+        heads = shape.retrieval_heads[layer] + shape.streaming_heads[layer]
+        k = torch.arange(500 * heads * 64).view(500, heads, 64) % 251 + layer
+        cache.attend(layer, torch.zeros(500, heads * shape.group, 64), k.float(), 2.0 * k)
+    cache.commit()
+    write_snapshot(tmp_path / "one.kv", cache, _about("one"), lambda: True)
+    digest.update((tmp_path / "one.kv").read_bytes())
+    assert FORMATS[VERSION] == digest.hexdigest()[:16]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import random
+import sys
 import threading
 import time
 import weakref
@@ -19,7 +20,7 @@ import app.engine
 from app.engine.detokenize import Detokenizer
 from app.engine.engine import Engine
 from app.engine.generation import Generation
-from app.engine.stats import CostModel
+from app.engine.stats import CostModel, Totals
 from app.engine.types import Done, Failed, GenerationRequest, Progress, Queued, SamplingParams, Token, Usage
 from app.errors import ContextTooLong, OctavoError
 from models.errors import BadLogits
@@ -434,6 +435,21 @@ def test_the_engine_knows_nothing_of_pages_and_servers() -> None:
         tops = {name.split(".")[0] for name in names}
         assert not tops & {"gradio", "fastapi", "starlette", "transformers", "tokenizers"}, file
         assert not {name for name in names if name.startswith(("app.ui", "app.api", "app.service"))}, file
+
+
+def test_requests_that_end_in_many_threads_are_all_counted() -> None:
+    totals = Totals()
+    switch, ends = sys.getswitchinterval(), 2000
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=lambda: [totals.ended("stop") for _ in range(ends)]) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            totals.as_dict()
+    finally:
+        sys.setswitchinterval(switch)
+    assert totals.as_dict()["requests"] == {"stop": 8 * ends}
 
 
 def test_work_between_requests_comes_in_its_turn_and_harms_none(make: Make) -> None:

@@ -308,3 +308,127 @@ def test_fingerprint_follows_the_content(tmp_path):
     memo.write_text("{")
     model.write_bytes(b"weights")
     assert fingerprint(model, memo) == first
+
+
+def _branches(store, pool):
+    """Document a with checkpoints on the way, b behind it, and two chats' answers behind a."""
+    a = np.arange(3000)
+    _save(store, pool, a[:1000])  # on the way
+    _save(store, pool, a[:2000], "a")
+    one, two = np.append(a[:2000], np.arange(700) + 9000), np.append(a[:2000], np.arange(700) + 8000)
+    _save(store, pool, one)
+    _save(store, pool, two)
+    _save(store, pool, a, "b")
+    return a, one, two
+
+
+def _lengths(store):
+    return sorted(saved.snapshot.length for saved in store._saved.values())
+
+
+def test_a_forgotten_document_takes_along_what_nothing_else_needs(tmp_path, pool):
+    store = SnapshotStore(tmp_path, "kind", 1 << 40)
+    a, *_ = _branches(store, pool)
+    assert _lengths(store) == [1000, 2000, 2700, 2700, 3000]
+    assert store.bytes_of("a") + store.bytes_of("b") == store.bytes_of()
+    store.forget("a", {"b"})  # b builds on it
+    assert _lengths(store) == [1000, 2000, 3000]
+    assert store.find(np.append(a, 1))[-1][1].labels == ("b",)
+    store.forget("b", {"a"})
+    assert _lengths(store) == [1000, 2000]
+    store.forget("a", set())
+    assert _lengths(store) == [] and list(tmp_path.iterdir()) == []
+    store.close()
+
+
+def test_a_deleted_chat_takes_along_what_it_alone_has_read(tmp_path, pool):
+    store = SnapshotStore(tmp_path, "kind", 1 << 40)
+    other = SnapshotStore(tmp_path, "another kind", 1 << 40)
+    _, one, two = _branches(store, pool)
+    _save(other, pool, one)  # the same chat with other settings
+    store._look()
+    assert _lengths(store) == [1000, 2000, 2700, 2700, 2700, 3000]
+    store.forget_paths([one], [two], {"a", "b"})
+    assert _lengths(store) == [1000, 2000, 2700, 3000]
+    assert store.find(np.append(two, 1))[-1][1].length == 2700
+    store.forget_paths([two], [two[:2500], np.append(two, 5)], {"a", "b"})  # a twin goes on from its end
+    assert _lengths(store) == [1000, 2000, 2700, 3000]
+    store.forget_paths([two], [], {"b"})
+    assert _lengths(store) == [1000, 2000, 3000]
+    store.close()
+    other.close()
+
+
+def test_what_waits_to_be_written_for_a_deleted_chat_is_not(tmp_path, pool, monkeypatch):
+    import threading
+
+    store = SnapshotStore(tmp_path, "kind", 1 << 40)
+    go_on, write, begun = threading.Event(), SnapshotStore._write, threading.Event()
+
+    def slowly(self, job):
+        begun.set()
+        go_on.wait()
+        write(self, job)
+
+    monkeypatch.setattr(SnapshotStore, "_write", slowly)
+    ids = np.arange(1200)
+    store.save(ids, _cache(pool, ids), (), wait=True)
+    begun.wait()
+    more = np.arange(2400)
+    store.save(more, _cache(pool, more), (), wait=True)
+    threading.Timer(0.2, go_on.set).start()
+    store.forget_paths([more], [], set())
+    store.flush()
+    assert _lengths(store) == []
+    store.close()
+
+
+def test_another_server_over_the_same_folder_shares_the_quota(tmp_path, pool):
+    one, two = (SnapshotStore(tmp_path, "kind", 1 << 40) for _ in range(2))
+    _save(one, pool, np.arange(1000), "a")
+    size = one.bytes_of("a")
+    two.quota = 2 * size + 100
+    _save(two, pool, np.arange(1000) + 5000, "b")
+    _save(two, pool, np.arange(1000) + 9000, "c")  # makes room among all that is there
+    assert two.bytes_of() == 2 * size == sum(two.bytes_of(label) for label in "bc")
+    chain = one.find(np.arange(1001))
+    assert chain  # it does not know yet
+    assert one.read(chain, pool, (), lambda tokens: None) is None
+    assert one.labels() == frozenset() and not one.notes  # no damage: the text is read again
+    for store in (one, two):
+        store.close()
+
+
+class _Once:
+    def __init__(self, inner):
+        self.inner, self.times = inner, 0
+
+    def keep(self, ids, cache, chat_id):
+        self.times += 1
+        if self.times == self.fails:
+            try:
+                raise MemoryError
+            finally:
+                cache.release()
+        self.inner.keep(ids, cache, chat_id)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize("fails", [1, 2])
+def test_keeping_that_fails_gives_everything_back_once(tmp_path, prose_ids, fails):
+    runner = _build(tmp_path, library_quota=0)
+    prefixes = runner.prefixes = _Once(runner.prefixes)
+    prefixes.fails = fails
+    prompt = prose_ids[:500]
+    slot = runner.start(prompt, "a")
+    slot.prefill(prompt[:300])
+    slot.prefill(prompt[300:])
+    with pytest.raises(MemoryError):
+        slot.publish("a")
+    slot.discard()  # as the engine does after an error
+    while prefixes.drop_oldest():
+        pass
+    assert runner.pool.free == runner.pool.blocks  # one release too many would be an assertion
+    runner.close()
