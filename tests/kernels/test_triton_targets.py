@@ -24,7 +24,9 @@ from tests.kernels.test_cuda_sources import CHIPS, REGISTERS
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 MODULES = {"rows": rows, "chunk": chunk, "split": split, "gemm": gemm, "blocks": blocks, "place": place}
 HALF = torch.float16
-SPILLED = 128  # bytes a thread: a tile of 128 rows fills the registers, and some of them may wait in the L1 cache
+# Bytes a thread: a tile of 128 rows fills the registers, and some of them may wait in the L1 cache. Placing fp32 heads of
+# 128 channels takes three products in tf32 for each.
+SPILLED = {"_place": 384}
 
 
 def _split(d: int) -> None:
@@ -93,7 +95,7 @@ class _Target:
         return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        return int(self.target.arch)  # what a kernel was compiled for is kept by device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -134,7 +136,7 @@ def test_compiles_within_the_chips_limits(
         used = re.search(r"Used (\d+) registers", report)
         assert used is not None, report
         spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
-        assert spilled is not None and max(int(n) for n in spilled.groups()) <= SPILLED, (kernel, report)
+        assert spilled is not None and max(int(n) for n in spilled.groups()) <= SPILLED.get(kernel, 128), (kernel, report)
         threads = 32 * binary.metadata.num_warps
         assert -(-int(used.group(1)) // 8) * 8 * threads <= REGISTERS, (kernel, report)
         assert binary.metadata.shared <= CHIPS[chip], (kernel, binary.metadata.shared)
