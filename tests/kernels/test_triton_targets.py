@@ -24,9 +24,7 @@ from tests.kernels.test_cuda_sources import CHIPS, REGISTERS
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 MODULES = {"rows": rows, "chunk": chunk, "split": split, "gemm": gemm, "blocks": blocks, "place": place}
 HALF = torch.float16
-# Bytes a thread: a tile of 128 rows fills the registers, and some of them may wait in the L1 cache. Placing fp32 heads of
-# 128 channels takes three products in tf32 for each.
-SPILLED = {"_place": 384}
+SPILLED = 128  # bytes a thread: a tile of 128 rows fills the registers, and some of them may wait in the L1 cache
 
 
 def _split(d: int) -> None:
@@ -81,7 +79,7 @@ CASES: list[tuple[str, Callable[[int], None], int]] = [
     *(("gemm", _gemm, tokens) for tokens in (1, 8192)),
     *(("rows", _rows, width) for width in (4096, 14_336)),
     *(("blocks", _blocks, d) for d in (64, 128)),
-    *(("place", _place, d) for d in (64, 128)),
+    ("place", _place, 64),  # likewise at 128, where the kernel in CUDA stands in front of it
 ]
 
 
@@ -136,7 +134,8 @@ def test_compiles_within_the_chips_limits(
         used = re.search(r"Used (\d+) registers", report)
         assert used is not None, report
         spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
-        assert spilled is not None and max(int(n) for n in spilled.groups()) <= SPILLED.get(kernel, 128), (kernel, report)
+        assert spilled is not None, report
+        assert max(int(n) for n in spilled.groups()) <= SPILLED, (kernel, report)
         threads = 32 * binary.metadata.num_warps
         assert -(-int(used.group(1)) // 8) * 8 * threads <= REGISTERS, (kernel, report)
         assert binary.metadata.shared <= CHIPS[chip], (kernel, binary.metadata.shared)
