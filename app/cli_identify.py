@@ -7,7 +7,7 @@ import random
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -122,8 +122,14 @@ class _Run:
     def beyond(self) -> NDArray[np.float64]:
         """The training-free scores."""
         random_ = random.Random(f"{self._seed} copying")
-        copies = (self._maker.copying(min(self._longest, 6000), random_) for _ in range(_COPIES))
-        return attention_beyond(self._decoder, copies, self._recipe.sink, self._recipe.recent)
+
+        def copies() -> Iterator[Sample]:
+            begin = time.perf_counter()
+            for number in range(_COPIES):
+                yield self._maker.copying(min(self._longest, 6000), random_)
+                _say(f"text {number + 1} of {_COPIES} copied, {time.perf_counter() - begin:.0f} s")
+
+        return attention_beyond(self._decoder, copies(), self._recipe.sink, self._recipe.recent)
 
     def gates(self, out: Path) -> Training:
         """Gates of DuoAttention; training continues where an earlier run with the same recipe stopped."""

@@ -55,7 +55,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m app bench endless", description=__doc__)
     parser.add_argument("--tokens", type=int, default=10 * STRETCH, help="of real text (default %(default)s)")
     parser.add_argument("--dense", type=int, default=3 * STRETCH, help="tokens that plain dense reads")
-    parser.add_argument("--samples", type=int, default=1000, help="judged tokens a stretch")
+    parser.add_argument(
+        "--samples", type=int, default=1000, help="judged tokens a stretch; 0 with --far 0: only the control is shown"
+    )
     parser.add_argument("--far", type=int, default=FAR, help="tokens to read for speed; 0 leaves that part out")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="only draw the kept result into FILE")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
@@ -71,6 +73,8 @@ def main(argv: list[str]) -> int:
     digest = hashlib.sha256(ids.numpy().astype("<i4").tobytes()).hexdigest()
     bars: list[Bar] = []
     details: dict[str, Any] = {"tokens": len(ids), "sha256_of_ids": digest, "kept": KEPT, "sink": SINK}
+    if not args.samples and not args.far:
+        _windows_only(side, ids)
     if args.samples:
         rows = _perplexities(side, ids, args.dense, args.samples)
         details |= {"stretches": rows, "window_only": _windows_only(side, ids)}
@@ -106,7 +110,8 @@ class _Sides:
         checkpoint = open_checkpoint(files.path)
         self.config, self.tokenizer = checkpoint.config, Tokenizer(files.path)
         mask, shape = resolve_shape(self.config, None, Settings(mode="endless"), device)
-        self.decoder: Decoder = load_decoder(checkpoint, mask, "bf16", shape, device)
+        weights = "bf16" if device.type == "cuda" else "w8a8"
+        self.decoder: Decoder = load_decoder(checkpoint, mask, weights, shape, device)
         self.plain = Rope(self.config.rope, self.config.head_dim, self.config.max_positions)
 
     def endless(self, sink: int, recent: int) -> EndlessCache:

@@ -29,8 +29,9 @@ class SelfTest:
 
     One pass code at a time is planted and asked for, at `count` even depths. Several at once would test something else:
     the embedded model then answers with the code of another thing, with all heads full too (of 32 codes planted by
-    eights it named 21 with full attention in 16 bits, of the same planted singly all). What is in front of a fact is
-    read once for all; what follows it is read again, so a run reads about half as many documents as it has facts.
+    eights it named 21 with full attention in 16 bits; of 16 planted singly all 16, as served). What is in front of a
+    fact is read once for all; what follows it is read again, so a run reads about half as many documents as it has
+    facts.
 
     `tokens` of the document's `of` are tested: of a longer one than the context holds it is the beginning.
     """

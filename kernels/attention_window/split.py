@@ -44,7 +44,8 @@ def step(
     read = (q.contiguous(), near.contiguous(), k, v, keys, values, clock)
     strides = (k.stride(0), v.stride(0), keys.stride(0))
     sizes = {"GROUP": group, "ROWS": max(16, triton.next_power_of_2(group)), "D": d, "TILE": _TILE}
-    shape = {"num_warps": 4, "num_stages": 3 if d <= 64 else 2 if d == 128 else 1}  # sm_89 has 99 KiB for a program
+    # What fits into sm_89's 99 KiB, and into a thread's registers.
+    shape = {"num_warps": 4 if d <= 128 else 8, "num_stages": 3 if d <= 64 else 2 if d == 128 else 1}
     _stretch[(splits, heads)](*read, partial, sums, sink, tiles, scale * _LOG2_E, *strides, **sizes, **shape)
     _merge[(heads * group,)](
         partial, sums, out, splits, GROUP=group, D=d, SPLITS=triton.next_power_of_2(splits), num_warps=2

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import benchmarks.needle as bench
 from app.__main__ import main
 from app.errors import UsageError
 from app.evaluation import metrics
@@ -133,6 +136,47 @@ def test_ruler_scores(haystack: Haystack, tmp_path: Path) -> None:
     assert 0 < scores["multi-key"]["3000"] < 1
     with pytest.raises(UsageError, match="no task x"):
         ruler(asked, maker, ["x"], [3000], 1, 0, Journal(tmp_path / "r.jsonl", {}))
+
+
+def test_ruler_variables_are_those_of_one_chain(haystack: Haystack) -> None:
+    """What is expected is found again by following the assignments as a reader would."""
+    task = TASKS["variables"](PromptMaker(TOKENIZER, haystack), 6000, random.Random(5))
+    document, question = TOKENIZER.decode(task.ids).rsplit("Answer from the document above.", 1)
+    value = re.search(r"have the value (\w+),", question)
+    assert value is not None
+    pairs = re.findall(r"(\w+) = (?:VAR )?(\w+)", document)
+    holding = {value[1]}
+    for name, source in pairs * len(pairs):
+        if source in holding:
+            holding.add(name)
+    assert holding - {value[1]} == set(task.expected)
+
+
+def test_needle_bars_by_hand() -> None:
+    names = ["prose", "code", "manual 1"]
+
+    def side(lengths: tuple[int, ...], hits: list[list[float]], losses: list[float]) -> dict[str, Any]:
+        loss = dict(zip(names, losses, strict=True))
+        return {"lengths": list(lengths), "hits": hits, "accuracy": float(np.mean(hits)), "loss": loss}
+
+    lengths, few = bench._LENGTHS, bench._OTHER_LENGTHS
+    details = {
+        "full bf16": side(lengths, [[1.0, 0.0]] * 8, [2.0, 1.0, 3.0]),
+        "duo 50 %": side(lengths, [[1.0, 0.0]] * 8, [2.01, 1.004, 3.5]),
+        "duo 50 % + KV4 + W8A8": side(lengths, [[1.0, 0.0]] * 7 + [[0.0, 0.0]], [2.02, 1.02, 3.0]),
+        "random 50 %": side(few, [[0.0, 0.0]] * 2, [2.1, 1.1, 3.0]),
+        "inverted 50 %": side(few, [[1.0, 0.0]] * 2, [2.01, 1.01, 3.0]),
+    }
+    bars = [(bar.value, bar.holds) for bar in bench._bars(details)]
+    assert bars == [
+        (pytest.approx(100 / 16), False),  # one of sixteen questions
+        (0.0, True),
+        (pytest.approx(100 * (math.exp(0.007) - 1), abs=1e-4), True),  # the manual is no part of the mean
+        (pytest.approx(100 * (math.exp(0.1) - 1), abs=1e-4), True),
+        (50.0, True),
+        (pytest.approx(100 * (math.exp(0.01) - 1), abs=1e-4), False),
+        (0.0, False),
+    ]
 
 
 def test_metrics_by_hand() -> None:

@@ -182,7 +182,10 @@ def test_keys_too_large_for_4_bits_are_told_where_there_are_4_bits(
 ) -> None:
     monkeypatch.setattr(app.model, "key_warning", lambda checkpoint: "Keys are too large.")
     runner = SimpleNamespace(
-        plan=None, describe=lambda: {"retrieval_ratio": 1.0}, decoder=SimpleNamespace(device=torch.device("cpu"))
+        plan=None,
+        describe=lambda: {"retrieval_ratio": 1.0},
+        decoder=SimpleNamespace(device=torch.device("cpu")),
+        warm_up=lambda: None,
     )
     monkeypatch.setattr(app.model, "build_runner", lambda *_: runner)
     opened = app.model.open_model(Settings(model="embedded", mode=mode), lambda stage, done: None)  # type: ignore[arg-type]

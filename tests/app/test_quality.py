@@ -13,6 +13,7 @@ from app.evaluation.quality import REFERENCE, Quality, Variant, variants
 from app.tokenizer import Tokenizer
 from models.checkpoint import open_checkpoint
 from models.heads import HeadPattern
+from quant.llm_int8 import missing as bitsandbytes_missing
 from tests.models.tiny import HF, parameters, tiny_model
 
 CPU = torch.device("cpu")
@@ -59,11 +60,14 @@ def test_quantise_then_compare(model, text, tmp_path, capsys):
     assert "exists already" in capsys.readouterr().err
 
     command = ["eval", "quality", "--model", str(out), "--reference", str(model), "--text", str(text)]
-    assert main([*command, "--tokens", "900", "--length", "300", "--length", "150", "--json"]) == 0
+    some = ["--kv-bits", "7"]  # at head size 16 a head in four
+    assert main([*command, *some, "--tokens", "900", "--length", "300", "--length", "150", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     rows = {(row["setting"], row["length"]): row for row in report["scores"]}
     assert rows["bf16", 300]["kl"] == 0 and rows["bf16", 150]["top1_percent"] == 100
     assert rows["bf16", 300]["tokens"] == 3 * 299 and rows["kv4", 150]["tokens"] == 6 * 149
+    assert ("llm.int8", 300) in rows or bitsandbytes_missing() is not None
+    assert rows["kv8", 300]["kl"] < rows["kv4 at 7 bits", 300]["kl"] < rows["kv4", 300]["kl"]
     for setting in ("w8a8", "kv8", "kv4 without rotation", "kv4", "w8a8 + kv4"):
         assert 0 < rows[setting, 300]["kl"] < 0.02, setting
         assert abs(rows[setting, 300]["perplexity_above_percent"]) < 3

@@ -63,3 +63,23 @@ def test_every_family_has_an_estimate_near_the_true_error(tmp_path, name):
     errors = score_errors(checkpoint)
     assert errors.shape == (SIZES["num_hidden_layers"], SIZES["num_key_value_heads"])
     assert (errors > 0).all() and (errors < HARMLESS).all()
+
+
+@pytest.mark.parametrize(
+    ("size", "told", "least", "most"),
+    [(0.0, False, 0.0, 0.01), (30.0, False, 0.02, 0.05), (60.0, True, 0.15, 0.3), (120.0, True, 1.0, 5.0)],
+)
+def test_what_is_told_of_breaks_and_the_setting_that_is_named_mends_it(tmp_path, size, told, least, most):
+    """Perplexity of what the exact model would write: estimates of 0.1 and 0.7 are not told of, 1.4 and 2.8 are."""
+    ids = torch.randint(0, SIZES["vocab_size"], (500,))
+    path = write(tmp_path / "x", "qwen2", size)
+    exact = (3 * logits(path, ids, "fp32")).log_softmax(-1)[128:]  # sharper, as a trained model is
+
+    def lost(kv):
+        """Perplexity above the exact model's."""
+        ours = (3 * logits(path, ids, kv)).log_softmax(-1)[128:]
+        return (exact.exp() * (exact - ours)).sum(-1).mean().expm1().item()
+
+    assert (key_warning(open_checkpoint(path)) is not None) is told
+    assert least < lost("kv4") < most
+    assert lost("kv8") < 0.01

@@ -1,6 +1,9 @@
 """The quantised checkpoint: folding changes nothing, loading needs nothing more, a stopped run continues."""
 
 import json
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -211,3 +214,38 @@ def test_every_rope_is_read_back_as_it_was(scaling):
     data.pop("rope_parameters", None)
     config = ModelConfig.from_hf(data)
     assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+
+
+_KILLED_HALF_WAY = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from models import quantize
+from models.checkpoint import open_checkpoint
+from tests.models.test_quantize import DESCRIBED
+
+save = quantize.save_file
+
+def half(tensors, path, metadata):
+    save(tensors, path, metadata=metadata)
+    if "00003" in path.name:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+quantize.save_file = half
+quantize.quantize_checkpoint(open_checkpoint(Path(sys.argv[1])), Path(sys.argv[2]), [], DESCRIBED, torch.device("cpu"))
+"""
+
+
+def test_a_killed_run_leaves_no_half_file_and_is_continued(tmp_path):
+    source, out = _folder(tmp_path / "in", "llama"), tmp_path / "out"
+    killed = subprocess.run([sys.executable, "-c", _KILLED_HALF_WAY, str(source), str(out)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert not out.exists()
+    left = {file.name: load_file(file) for file in (tmp_path / "out.partial").glob("*.safetensors")}
+    assert len(left) == 2 and all(left.values())  # each whole
+    quantize_checkpoint(open_checkpoint(source), out, [], DESCRIBED, CPU)
+    quantize_checkpoint(open_checkpoint(source), tmp_path / "whole", [], DESCRIBED, CPU)
+    assert {file.name for file in out.iterdir()} == {file.name for file in (tmp_path / "whole").iterdir()}
+    for file in out.glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "whole" / file.name).read_bytes()
