@@ -179,9 +179,8 @@ class Chat:
 
     def fork(self, turn_id: str) -> Chat:
         """A chat of its own that goes on from this turn."""
-        twin = Chat(
-            self.system, title=f"{self.title}, branch", sampling=self.sampling, ids_of=self.ids_of, head=turn_id
-        )
+        title = f"Branch of {self.title.removeprefix('Branch of ')}"
+        twin = Chat(self.system, title=title, sampling=self.sampling, ids_of=self.ids_of, head=turn_id)
         twin.tree = {turn.id: turn for turn in self.path(turn_id)}
         return twin
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -15,12 +16,15 @@ from models.evidence import Looked
 _PASSAGE_CHARS = 500  # what a card shows
 _PARAGRAPH = re.compile(r"\n\s*\n")
 _SENTENCE = re.compile(r"(?<=[.!?\u3002\uff01\uff1f])[\"'”’)]*\s+|\n")
+_KEY_CHARS = 160  # of the words within a passage that had most of the attention
 _WEAK = 0.02  # share of the attention below which a passage is not worth a card
 _QUOTE = re.compile(
     '\u201c([^\u201c\u201d]+)\u201d|\u201e([^\u201c\u201d\u201e]+)[\u201c\u201d]|"([^"\n]+)"|\u00ab([^\u00ab\u00bb]+)\u00bb'
 )
 _BLOCKQUOTE = re.compile(r"(?:^[ ]{0,3}> ?.*\n?)+", re.MULTILINE)
 _WORD = re.compile(r"\w+")
+_WORDS = re.compile(r"\S+")
+_EMPHASIS = re.compile(r"\*+|(?<!\w)_+|_+(?!\w)|`+")
 _QUOTE_WORDS = 3  # shorter ones are names and terms
 _ALIKE = {"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2013": "-", "\u2014": "-"}
 
@@ -30,7 +34,8 @@ class Passage:
     """Characters `start` to `end` of a document's text, on page `page`, from line `line` of its file `name` (from 1).
 
     document: its label in the library. strength: the passage's share, 0 to 1, of the attention that the answer gave to
-    all documents.
+    all documents. Of its
+    excerpt, characters `key_start` to `key_end` had most; 0 and 0 where that is not known.
     """
 
     document: str
@@ -41,15 +46,24 @@ class Passage:
     line: int
     strength: float
     excerpt: str
+    key_start: int = 0
+    key_end: int = 0
 
 
 @dataclass(frozen=True)
 class Quote:
-    """Words that an answer quotes, and the name and page of the document that has them; None where none has."""
+    """Words that an answer quotes, and where a document has them: None where none has.
+
+    name, page, line: of the file. document: its label in the library, with the words from character `start` to `end`.
+    """
 
     text: str
     name: str | None
     page: int | None
+    document: str | None = None
+    start: int = 0
+    end: int = 0
+    line: int | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +90,7 @@ def find_ids(prompt: Sequence[int] | np.ndarray, ids: Sequence[int]) -> int | No
 def passages(looked: Looked, sources: Sequence[Source], tokenizer: TokenBytes, most: int = 4) -> list[Passage]:
     """The passages with most attention, strongest first, at most `most`; few where the attention is spread thin."""
     sums: dict[tuple[int, int, int], float] = {}
+    looks: dict[tuple[int, int, int], list[tuple[int, float]]] = {}  # the same by character
     for number, source in enumerate(sources):
         inside = (looked.positions >= source.start) & (looked.positions < source.start + len(source.ids))
         places = char_offsets(tokenizer, source, looked.positions[inside] - source.start)
@@ -85,10 +100,11 @@ def passages(looked: Looked, sources: Sequence[Source], tokenizer: TokenBytes, m
                 bounds = _bounds(source.document.text, place)
             key = number, *bounds
             sums[key] = sums.get(key, 0.0) + float(mass)
+            looks.setdefault(key, []).append((place, float(mass)))
     total = sum(sums.values())
     best = sorted(sums.items(), key=lambda item: (-item[1], item[0]))[:most]
     return [
-        _passage(sources[number], start, end, mass / total)
+        _passage(sources[number], start, end, mass / total, looks[number, start, end])
         for (number, start, end), mass in best
         if mass > _WEAK * total
     ]
@@ -124,19 +140,42 @@ def _bounds(text: str, at: int) -> tuple[int, int]:
     return start, max(end, at + 1)
 
 
-def _passage(source: Source, start: int, end: int, strength: float) -> Passage:
+def _key(text: str, start: int, end: int, looks: Sequence[tuple[int, float]]) -> tuple[int, int]:
+    """The sentence of a passage that was looked at most, or the words around the middle of those looks."""
+    cuts = [start, *(found.end() for found in _SENTENCE.finditer(text, start, end) if found.end() < end), end]
+    sums = [sum(mass for place, mass in looks if low <= place < high) for low, high in pairwise(cuts)]
+    at = sums.index(max(sums))
+    low, high = cuts[at], cuts[at + 1]
+    if high - low > _KEY_CHARS:
+        inside = sorted(look for look in looks if low <= look[0] < high)
+        half = sum(mass for _, mass in inside) / 2
+        sofar = accumulate(mass for _, mass in inside)
+        middle = next(place for (place, _), mass in zip(inside, sofar, strict=True) if mass >= half)
+        low = max(low, min(middle - _KEY_CHARS // 2, high - _KEY_CHARS))
+        high = min(high, low + _KEY_CHARS)
+        words = [found.span() for found in _WORDS.finditer(text, low, high)][1:-1]  # the outer ones may be cut
+        low, high = (words[0][0], words[-1][1]) if words else (low, high)
+    return high - len(text[low:high].lstrip()), low + len(text[low:high].rstrip())
+
+
+def _passage(source: Source, start: int, end: int, strength: float, looks: Sequence[tuple[int, float]]) -> Passage:
     document = source.document
     place = document.place(start)
-    excerpt = document.text[start:end].strip()
-    return Passage(source.label, place.file, start, end, place.page, place.line, round(strength, 4), excerpt)
+    text = document.text[start:end]
+    excerpt, before = text.strip(), start + len(text) - len(text.lstrip())
+    low, high = (min(max(at - before, 0), len(excerpt)) for at in _key(document.text, start, end, looks))
+    return Passage(source.label, place.file, start, end, place.page, place.line, round(strength, 4), excerpt, low, high)
 
 
-def quotes(answer: str, documents: Sequence[Document]) -> list[Quote]:
-    """Each verbatim quote of an answer, found or not; line breaks and kinds of quotation mark and dash do not count."""
+def quotes(answer: str, documents: Mapping[str, Document]) -> list[Quote]:
+    """Each verbatim quote of an answer, found or not in documents by their labels.
+
+    Line breaks, emphasis and kinds of quotation mark and dash do not count.
+    """
     quoted = [text for text in dict.fromkeys(_quoted(answer)) if len(_WORD.findall(text)) >= _QUOTE_WORDS]
     if not quoted:
         return []
-    texts = [(document, _plain(document.text)) for document in {id(one): one for one in documents}.values()]
+    texts = [(label, document, _plain(document.text)) for label, document in documents.items()]
     return [_look_up(text, texts) for text in quoted]
 
 
@@ -147,13 +186,15 @@ def _quoted(answer: str) -> Iterator[str]:
         yield next(group for group in groups if group).strip()
 
 
-def _look_up(text: str, texts: Sequence[tuple[Document, str]]) -> Quote:
-    words = _plain(text).rstrip(" .,;:!?\u2026").split()
-    pattern = re.compile(r"\s+".join(map(re.escape, words)), re.IGNORECASE)
-    for document, plain in texts:
-        if found := pattern.search(plain):
-            place = document.place(found.start())
-            return Quote(text, place.file, place.page)
+def _look_up(text: str, texts: Sequence[tuple[str, Document, str]]) -> Quote:
+    said = _plain(text)
+    for version in dict.fromkeys((said, _EMPHASIS.sub("", said))):
+        words = version.rstrip(" .,;:!?\u2026").split()
+        pattern = re.compile(r"\s+".join(map(re.escape, words)), re.IGNORECASE)
+        for label, document, plain in texts:
+            if found := pattern.search(plain):
+                place = document.place(found.start())
+                return Quote(text, place.file, place.page, label, found.start(), found.end(), place.line)
     return Quote(text, None, None)
 
 

@@ -265,7 +265,7 @@ class ChatService:
                 chat.update(turn_id, answered=bool(done.token_ids), **said)  # first: the answer counts without evidence
                 places = loaded.ids.places(prompt, read)
                 found = passages(done.looked, places, loaded.model.tokenizer) if done.looked is not None else ()
-                quoted = quotes(done.text, [place.document for place in places])
+                quoted = quotes(done.text, {place.label: place.document for place in places})
                 chat.update(turn_id, passages=tuple(found), quotes=tuple(quoted))
 
             generation = loaded.engine.submit(request, keep)
@@ -287,7 +287,7 @@ class ChatService:
             loaded.ids.revive(chat, turns)
             prompt = ids_of([chat.tree[t.id] for t in turns])
             turn = chat.tree[turn_id]
-            documents = [source.document for t in turns for source in t.sources]
+            documents = {source.label: source.document for t in turns for source in t.sources}
 
             def keep(done: Done) -> None:
                 ids = turn.answer_ids + tuple(loaded.prompts.answer_ids(done.token_ids, loaded.stop_ids))

@@ -130,7 +130,8 @@ class RemoteService(ChatService):
             messages.append({"role": "user", "content": _content(sources, question)})
             turn_id = (turn or chat.begin(question)).id
             chat.update(turn_id, sources=sources)
-            read = [source.document for t in before for source in t.sources] + [source.document for source in sources]
+            read = {source.label: source.document for t in before for source in t.sources}
+            read |= {source.label: source.document for source in sources}
 
             def keep(done: Done) -> None:
                 found = tuple(quotes(done.text, read))

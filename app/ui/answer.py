@@ -13,6 +13,7 @@ from app.engine.generation import Generation
 from app.engine.types import Done, Event, Failed, Opening, Progress, Queued, SamplingParams, Token
 from app.errors import describe
 from app.service import ChatService
+from app.ui.markdown import Pieces
 
 log = logging.getLogger("octavo.ui")
 
@@ -45,6 +46,7 @@ class Answer:
         self.progress: Progress | None = None
         self.progress_at = 0.0
         self.text = turn.answer if resumed else ""
+        self.pieces = Pieces()  # of the text, as it is shown
         self.tokens = 0
         self.began_at = 0.0
         self.done: Done | None = None

@@ -31,7 +31,7 @@ class Conversation:
         self.shelf: list[Attachment] = []
         self.deleted = False
         self.unsaved = ""  # why the disk does not hold what is shown
-        self.editing: str | None = None  # the turn whose question the next one replaces
+        self.version = 0  # counts what changed beside the answer in progress
         self._answers: list[Answer] = []
 
     @property
@@ -39,14 +39,14 @@ class Conversation:
         """The answer in progress, also while it is being stopped."""
         return self._answers[-1] if self._answers and not self._answers[-1].finished.is_set() else None
 
-    @property
-    def newest(self) -> Answer | None:
-        """The last answer that was asked for here."""
-        return self._answers[-1] if self._answers else None
-
     def live(self, turn: Turn) -> Answer | None:
         """The answer to a turn while it is not in the chat yet."""
         return next((a for a in self._answers if a.turn_id == turn.id and not a.finished.is_set()), None)
+
+    @property
+    def length(self) -> int:
+        """Turns of the branch that is shown."""
+        return len(self.chat.path(self.chat.head))
 
     @property
     def readable(self) -> list[Attachment]:
@@ -109,18 +109,15 @@ class Conversation:
             self.shelf = [*self.shelf, Attachment(document.name, document=document, last=len(document.pages))]
         return True
 
-    def edit(self, turn_id: str) -> str:
-        """Have the next question take the place of a turn's; gives that turn's question."""
-        turn = self.chat.tree[turn_id]
-        self.editing = turn_id
-        return turn.question
+    def ask(self, question: str, instead_of: str | None = None) -> Answer:
+        """Start an answer over the shelf's documents, which move into the chat with it.
 
-    def ask(self, question: str) -> Answer:
-        """Start an answer over the shelf's documents, which move into the chat with it."""
+        With the id of a turn the question takes the place of that one's, on a branch of its own.
+        """
         attachments, self.shelf = self.readable, []
         sources: list[Selection] = []
-        if self.editing is not None:
-            replaced, self.editing = self.chat.tree[self.editing], None
+        if instead_of is not None:
+            replaced = self.chat.tree[instead_of]
             self.chat.head, sources = replaced.parent, list(replaced.sources)
         for attachment in attachments:
             tokens = attachment.tokens if attachment.whole else None
@@ -171,7 +168,14 @@ class Conversation:
         self._answers = [a for a in self._answers if not a.finished.is_set()] + [answer]
         self.save()
         answer.start(self.service, self.chat, previous, self._ended)
+        self.version += 1
         return answer
+
+    def show(self, turn_id: str) -> None:
+        """Show the branch with this turn."""
+        self.chat.show(turn_id)
+        self.save()
+        self.version += 1
 
     def _ended(self, answer: Answer) -> None:
         """Documents that the chat has not read, as the question was stopped or failed, wait on the shelf again."""

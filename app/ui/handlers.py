@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import gradio as gr
 
 from app.chat import Selection
 from app.documents.document import without_halves
 from app.errors import NotReady, OctavoError, UsageError, describe
+from app.evidence import Passage, Quote
 from app.service import ChatService, PlanView
 from app.ui import options, sidebar, source, views
-from app.ui.answer import Answer
 from app.ui.attachment import Attachment
 from app.ui.parts import BUSY, IDLE, Changes, Parts, field, files, number
 from app.ui.session import Loading, Session, Sessions
@@ -28,6 +29,7 @@ UPDATE_S = 0.1
 CHARS_FOR_DOUBLE_TIME = 8_000
 COUNTDOWN_S = 0.5
 STATUS_S = 1.0
+_PLACE = re.compile(r"(?P<kind>[pq])(?P<at>\d{1,3})(?::(?P<page>\d{1,9}))?", re.ASCII)  # passage or quote, and a page
 SECRET_CHARS = 24  # of a browser's secret; a shorter one is not from here
 
 
@@ -47,25 +49,43 @@ class Handlers:
         secret = secret if len(secret) >= SECRET_CHARS else secrets.token_urlsafe(SECRET_CHARS)
         owner = self.service.library.owner(secret)
         session = await self.sessions.open(token, owner, request.session_hash or "")
-        yield {
-            parts.session: session,
-            parts.tab: session.token,
-            parts.browser: secret,
-            **await self._everything(session),
-        }
-        if (answer := session.conversation.running) is not None:
-            async for changes in self._follow(session, answer):
-                yield changes
-        if not self.service.ready:
-            stage = None
-            while not self.service.ready and self.service.load_error is None:
-                if (
-                    stage != (stage := (self.loading.stage, self.loading.share))
-                    and session.conversation.running is None
-                ):
-                    yield {parts.strip: self._loading_strip()}
-                await asyncio.sleep(UPDATE_S)
-            yield await self._after_documents(session) | self._lists(session) | {parts.status: self._status(session)}
+        yield {parts.session: session, parts.tab: session.token, parts.browser: secret}
+        async for changes in self._watch(session, request.session_hash or ""):
+            yield changes
+
+    async def _watch(self, session: Session, page: str) -> AsyncIterator[Changes]:
+        """Show what changes in a tab's chat and lists, whichever tab or answer changed it, until the page is gone."""
+        parts, sessions = self.parts, self.sessions
+        shown, lists, loading, seen, strip_at, status_at, pace = None, None, None, -1, 0.0, 0.0, 0.0
+        while session.page == page:
+            now, conversation = time.monotonic(), session.conversation
+            if lists != (lists := sessions.lists(session.owner)) and shown is not None:
+                yield self._lists(session)
+            if shown != (shown := self._shown(session)):
+                yield await self._everything(session)
+                seen, pace = -1, 0.0
+            elif (answer := conversation.running) is not None:
+                if answer.phase == "queued":
+                    sessions.give_way()
+                if answer.version != seen or now - strip_at > COUNTDOWN_S:
+                    seen, strip_at = answer.version, now
+                    changes: Changes = {parts.strip: views.running_strip(answer)}
+                    if answer.text:  # each time, since what is left out once is sent whole after that
+                        changes[parts.chat] = views.messages(conversation, session.first)
+                        pace = len(answer.pieces.of(answer.text)[-1]) / CHARS_FOR_DOUBLE_TIME
+                    if now - status_at > STATUS_S:
+                        status_at = now
+                        changes[parts.status] = self._status(session)
+                    yield changes
+            elif not self.service.ready and loading != (loading := (self.loading.stage, self.loading.share)):
+                yield {parts.strip: await self._plan_strip(session)}
+            await asyncio.sleep(UPDATE_S * (1 + pace))
+
+    def _shown(self, session: Session) -> object:
+        """Equal as long as a tab needs no more than the answer in progress drawn anew."""
+        conversation, service = session.conversation, self.service
+        model = service.ready, service.load_error
+        return conversation, conversation.version, conversation.running, session.first, session.editing, model
 
     def left(self, request: gr.Request) -> None:
         """A page was closed or reloaded."""
@@ -83,7 +103,7 @@ class Handlers:
         if (unread := conversation.unread) is not None:
             yield {parts.strip: views.wait_strip(unread)}
             return
-        if self.service.ready and running is None and conversation.editing is None:
+        if self.service.ready and running is None and session.editing is None:
             try:
                 plan = await asyncio.to_thread(conversation.plan, question)
             except Exception as error:
@@ -92,52 +112,10 @@ class Handlers:
             if not plan.fits:
                 yield {parts.strip: self._plan_view(session, plan)}
                 return
-        answer = await asyncio.to_thread(conversation.ask, without_halves(question).strip())
+        instead_of, session.editing = session.editing, None
         yield {parts.question: gr.Textbox(value="", **BUSY)}
-        async for changes in self._watch(session, answer):
-            yield changes
-
-    async def _watch(self, session: Session, answer: Answer) -> AsyncIterator[Changes]:
-        """Show the chat with a new answer, and the answer as it comes."""
-        parts = self.parts
-        yield {
-            parts.shelf: views.shelf(session.conversation.shelf),
-            parts.strip: views.running_strip(answer),
-            parts.question: gr.Textbox(**BUSY),
-            **self._conversation(session),
-            **self._lists(session),
-        }
-        async for changes in self._follow(session, answer):
-            yield changes
-
-    async def _follow(self, session: Session, answer: Answer) -> AsyncIterator[Changes]:
-        """Show an answer as it comes, until it has ended, another has taken its place, or another chat is shown."""
-        parts, seen, shown, strip_at, status_at = self.parts, -1, "", 0.0, 0.0
-        conversation = session.conversation
-        while session.conversation is conversation and conversation.newest is answer:
-            if answer.finished.is_set():
-                yield {
-                    parts.question: gr.Textbox(**IDLE),
-                    **self._conversation(session),
-                    **await self._after_documents(session),
-                    **self._lists(session),
-                    parts.status: self._status(session),
-                }
-                return
-            now = time.monotonic()
-            if answer.phase == "queued":
-                self.sessions.give_way()
-            if answer.version != seen or now - strip_at > COUNTDOWN_S:
-                seen, strip_at = answer.version, now
-                changes: Changes = {parts.strip: views.running_strip(answer)}
-                if answer.text != shown:
-                    shown = answer.text
-                    changes[parts.chat] = views.messages(conversation)
-                if now - status_at > STATUS_S:
-                    status_at = now
-                    changes[parts.status] = self._status(session)
-                yield changes
-            await asyncio.sleep(UPDATE_S * (1 + len(shown) / CHARS_FOR_DOUBLE_TIME))
+        await asyncio.to_thread(conversation.ask, without_halves(question).strip(), instead_of)
+        self.sessions.changed(session.owner)
 
     def stopped(self, session: Session) -> Changes:
         """Stop was pressed."""
@@ -150,10 +128,9 @@ class Handlers:
             parts.question: gr.Textbox(**IDLE),
         }
 
-    async def cleared(self, session: Session) -> Changes:
+    def cleared(self, session: Session) -> None:
         """A new chat was asked for."""
         self.sessions.clear(session)
-        return await self._everything(session)
 
     async def acted(self, session: Session, event: gr.EventData) -> AsyncIterator[Changes]:
         """Something was done to a chat, a turn or a document of the library."""
@@ -173,20 +150,19 @@ class Handlers:
         if on_turn and what != "unedit" and wanted not in conversation.chat.tree:
             return
         match what:
-            case "open" if await asyncio.to_thread(self.sessions.show, session, wanted):
-                yield await self._everything(session)
-                if (answer := session.conversation.running) is not None:
-                    async for changes in self._follow(session, answer):
-                        yield changes
-            case "search" | "rename" | "delete" | "pin" | "forget":
-                yield await asyncio.to_thread(self._change_lists, session, what, wanted, value)
-                if what == "delete" and conversation is not session.conversation:
-                    yield await self._everything(session)
+            case "open":
+                await asyncio.to_thread(self.sessions.show, session, wanted)
+            case "older":
+                session.show_earlier()
+            case "search":
+                session.words = value
+                yield self._lists(session)
+            case "rename" | "delete" | "pin" | "forget":
+                await asyncio.to_thread(self._change_lists, session, what, wanted, value)
             case "source" if wanted in conversation.chat.tree:
                 yield {parts.source: await asyncio.to_thread(self._source, session, wanted, value)}
             case "earlier":
                 conversation.read_earlier(wanted)
-                yield {parts.shelf: views.shelf(conversation.shelf)}
                 yield await self._after_documents(session)
             case "options":
                 yield {parts.options: options.form(conversation.chat)}
@@ -197,6 +173,7 @@ class Handlers:
                     yield {parts.strip: views.error_strip(error)}
                     return
                 await asyncio.to_thread(conversation.save)
+                conversation.version += 1
                 yield {parts.options: "", parts.strip: await self._plan_strip(session)}
             case "use":
                 if await asyncio.to_thread(conversation.use, wanted):
@@ -207,39 +184,36 @@ class Handlers:
                     yield {parts.strip: views.error_strip(gone)}
             case "fork":
                 await asyncio.to_thread(self.sessions.fork, session, wanted)
-                yield await self._everything(session)
             case "branch":
-                conversation.chat.show(wanted)
-                await asyncio.to_thread(conversation.save)
-                yield await self._everything(session)
+                await asyncio.to_thread(conversation.show, wanted)
             case "edit":
-                yield {parts.question: gr.Textbox(value=conversation.edit(wanted)), parts.strip: views.edit_strip()}
+                session.editing = wanted
+                yield {parts.question: gr.Textbox(value=conversation.chat.tree[wanted].question)}
             case "unedit":
-                conversation.editing = None
-                yield {parts.question: gr.Textbox(value=""), parts.strip: await self._plan_strip(session)}
+                session.editing = None
+                yield {parts.question: gr.Textbox(value="")}
             case "again" | "resume":
-                start = conversation.ask_again if what == "again" else conversation.resume
-                async for changes in self._watch(session, await asyncio.to_thread(start, wanted)):
-                    yield changes
+                await asyncio.to_thread(conversation.ask_again if what == "again" else conversation.resume, wanted)
 
     def _source(self, session: Session, turn_id: str, value: str) -> str:
-        """What a card of evidence opens; `value` is its index, and the page where another is asked for."""
-        index, _, page = value.partition(":")
-        found = session.conversation.chat.tree[turn_id].passages
-        if not index.isdecimal() or int(index) >= len(found) or (page and not page.isdecimal()):
+        """What a card of evidence or a quote opens; `value` names it, and the page where another is asked for."""
+        wanted, turn = _PLACE.fullmatch(value), session.conversation.chat.tree[turn_id]
+        if wanted is None:
             return ""
-        passage = found[int(index)]
+        places: Sequence[Passage | Quote] = turn.passages if wanted["kind"] == "p" else turn.quotes
+        at = int(wanted["at"])
+        if at >= len(places) or places[at].document is None:
+            return ""
         read = (s.document for turn in session.conversation.chat.path(turn_id) for s in turn.sources)
-        document = next((d for d in read if d.pages and Selection.whole(d).label == passage.document), None)
+        document = next((d for d in read if d.pages and Selection.whole(d).label == places[at].document), None)
         if document is None:
-            return source.gone(passage)
-        return source.view(document, passage, turn_id, int(index), int(page) if page else None)
+            return source.gone(places[at])
+        card = wanted["kind"] + wanted["at"]
+        return source.view(document, places[at], turn_id, card, int(wanted["page"]) if wanted["page"] else None)
 
-    def _change_lists(self, session: Session, what: str, wanted: str, value: str) -> Changes:
+    def _change_lists(self, session: Session, what: str, wanted: str, value: str) -> None:
         owner = session.owner
         match what:
-            case "search":
-                session.words = value
             case "rename":
                 owner.chats.rename(wanted, value)
                 self.sessions.rename(owner, wanted)
@@ -256,7 +230,7 @@ class Handlers:
                 if wanted not in self.service.library.listed():
                     self.service.forget(wanted)
                 self.service.library.sweep(self.service.forget)
-        return self._lists(session)
+        self.sessions.changed(owner)
 
     async def added(self, session: Session, event: gr.EventData) -> AsyncIterator[Changes]:
         """Files have arrived: read them one after another, then say what they need."""
@@ -312,7 +286,12 @@ class Handlers:
         return await self._after_documents(session)
 
     async def _after_documents(self, session: Session) -> Changes:
-        """The shelf with its token counts, and the plan."""
+        """The shelf with its token counts, and the plan; other tabs with this chat draw them too."""
+        changes = await self._documents(session)
+        session.conversation.version += 1
+        return changes
+
+    async def _documents(self, session: Session) -> Changes:
         parts, conversation = self.parts, session.conversation
         try:
             await asyncio.to_thread(conversation.count_tokens)
@@ -327,7 +306,7 @@ class Handlers:
             parts.question: gr.Textbox(**(BUSY if busy else IDLE)),
             parts.status: self._status(session),
             **self._conversation(session),
-            **await self._after_documents(session),
+            **await self._documents(session),
             **self._lists(session),
         }
 
@@ -336,8 +315,8 @@ class Handlers:
         asked = bool(conversation.chat.tree)
         return {
             parts.welcome: gr.HTML(visible=not asked),
-            parts.chat: gr.Chatbot(views.messages(conversation), visible=asked),
-            parts.turns: views.turns(conversation),
+            parts.chat: gr.Chatbot(views.messages(conversation, session.first), visible=asked),
+            parts.turns: views.turns(conversation, session.first),
         }
 
     def _lists(self, session: Session) -> Changes:
@@ -363,7 +342,7 @@ class Handlers:
             return views.error_strip(self.service.load_error, "The model could not be loaded. ")
         if not self.service.ready:
             return self._loading_strip()
-        if conversation.editing is not None:
+        if session.editing is not None:
             return views.edit_strip()
         if not conversation.readable:
             return views.idle_strip(bool(conversation.chat.tree))

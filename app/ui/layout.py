@@ -50,7 +50,8 @@ def build_page(service: ChatService, loading: Loading, uploads: Uploads) -> gr.B
             buttons=["copy"],
             allow_tags=False,
             latex_delimiters=_FORMULAS,
-            group_consecutive_messages=False,
+            group_consecutive_messages=True,  # an answer is several
+            autoscroll=False,  # see turns.js
         )
         with gr.Column(elem_id="oc-dock") as dock:
             strip = gr.HTML(views.loading_strip("", 0), elem_id="oc-strip", apply_default_css=False)

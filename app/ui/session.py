@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 from app.chat import Chat
@@ -17,6 +18,7 @@ REMEMBER_S = 600.0
 # An answer that no page shows goes on, so that a reload or a dropped connection loses nothing; after this time it gives
 # way when somebody else waits for the engine.
 UNWATCHED_S = 15.0
+TURNS = 30  # that a page holds at first, and how many more it gets when somebody asks for earlier ones
 
 
 @dataclass
@@ -38,8 +40,24 @@ class Session:
         self.owner = owner
         self.page: str | None = page
         self.left_at = 0.0
-        self.conversation = conversation
         self.words = ""
+        self.show(conversation)
+
+    def show(self, conversation: Conversation) -> None:
+        """Have the tab show a conversation: its newest turns, and earlier ones when they are asked for."""
+        self.conversation = conversation
+        self.hidden = conversation.length  # how many turns the page leaves out
+        self.show_earlier()
+        self.editing: str | None = None  # the turn whose question the next one replaces
+
+    def show_earlier(self) -> None:
+        """Show more turns of a long chat."""
+        self.hidden = max(0, min(self.hidden, self.conversation.length) - TURNS)
+
+    @property
+    def first(self) -> int:
+        """The first turn that is shown, counted from 0; of a shorter branch there are as many as of a long one."""
+        return min(self.hidden, max(0, self.conversation.length - TURNS))
 
 
 class Sessions:
@@ -51,6 +69,15 @@ class Sessions:
     def __init__(self, service: ChatService) -> None:
         self._service = service
         self._sessions: dict[str, Session] = {}
+        self._changes: Counter[int] = Counter()  # of the lists of each owner
+
+    def changed(self, owner: Owner) -> None:
+        """The lists of an owner are others now: every tab that shows them is to draw them anew."""
+        self._changes[id(owner)] += 1
+
+    def lists(self, owner: Owner) -> object:
+        """Equal as long as the lists of an owner look the same."""
+        return self._changes[id(owner)], self.running(owner)
 
     async def open(self, token: str, owner: Owner, page: str) -> Session:
         """The session of a tab's secret when its page is gone, else a new one, now held by `page`."""
@@ -71,7 +98,7 @@ class Sessions:
         """Have a tab show a saved chat, with its answer if one runs; false when it is not this browser's."""
         for other in list(self._sessions.values()):
             if other.owner is session.owner and other.conversation.chat.id == chat_id:
-                session.conversation = other.conversation
+                self._replace(session, other.conversation)
                 return True
         chat = session.owner.open_chat(chat_id)
         if chat is not None:
@@ -86,6 +113,7 @@ class Sessions:
         """Have a tab go on from an answer in a chat of its own."""
         chat = self._service.fork(session.conversation.chat, turn_id)
         session.owner.save_chat(chat)
+        self.changed(session.owner)
         self._replace(session, Conversation(self._service, session.owner, chat))
 
     def running(self, owner: Owner) -> set[str]:
@@ -95,6 +123,7 @@ class Sessions:
 
     def rename(self, owner: Owner, chat_id: str) -> None:
         """A chat has another title on disk: open ones take it over."""
+        self.changed(owner)
         titles = {listed.id: listed.title for listed in owner.chats.find()}
         for session in list(self._sessions.values()):
             if session.owner is owner and session.conversation.chat.id == chat_id:
@@ -103,12 +132,13 @@ class Sessions:
     def forget(self, owner: Owner, chat_id: str) -> Chat | None:
         """A chat is to be deleted: stop it, and have the tabs that show it begin a new one; gives it, if it is open."""
         chat = None
+        self.changed(owner)
         for session in list(self._sessions.values()):
             if session.owner is owner and session.conversation.chat.id == chat_id:
                 chat = session.conversation.chat
                 session.conversation.deleted = True
                 session.conversation.stop()
-                session.conversation = Conversation(self._service, owner)
+                session.show(Conversation(self._service, owner))
         return chat
 
     def leave(self, page: str) -> None:
@@ -138,4 +168,4 @@ class Sessions:
             ghost = Session(session.owner, "", old)
             ghost.page, ghost.left_at = None, time.monotonic()
             self._sessions[ghost.token] = ghost
-        session.conversation = conversation
+        session.show(conversation)

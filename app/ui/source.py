@@ -5,38 +5,49 @@ from __future__ import annotations
 from html import escape
 
 from app.documents import Document
-from app.evidence import Passage
+from app.evidence import Passage, Quote
 
 
-def view(document: Document, passage: Passage, turn_id: str, index: int, page: int | None = None) -> str:
-    """A page of a document, that of the passage unless another is asked for, with the passage marked on it."""
-    number = min(max(page or passage.page, 1), len(document.pages))
+def view(document: Document, place: Passage | Quote, turn_id: str, card: str, page: int | None = None) -> str:
+    """A page of a document, that of a passage or quote unless another is asked for, with the place marked on it.
+
+    `card` names the place among those of the turn, as the page's script has it.
+    """
+    own = place.page or 1
+    number = min(max(page or own, 1), len(document.pages))
     shown = document.pages[number - 1]
-    start, end = (min(max(at, shown.start), shown.end) for at in (passage.start, passage.end))
-    before, marked, after = (
-        escape(document.text[low:high]) for low, high in ((shown.start, start), (start, end), (end, shown.end))
-    )
-    middle = f'<mark tabindex="-1">{marked}</mark>' if marked else ""
+    low = high = place.end
+    if isinstance(place, Passage) and place.key_end:
+        text = document.text[place.start : place.end]
+        begins = place.start + len(text) - len(text.lstrip())
+        low, high = begins + place.key_start, begins + place.key_end
+    cuts = (place.start, low, high, place.end)
+    start, low, high, end = (min(max(at, shown.start), shown.end) for at in cuts)
+    spans = (shown.start, start), (start, low), (low, high), (high, end), (end, shown.end)
+    before, left, middle, right, after = (escape(document.text[one:other]) for one, other in spans)
+    middle = f"<b>{middle}</b>" if middle else ""
+    marked = f'<mark tabindex="-1">{left}{middle}{right}</mark>' if start < end else ""
     return _dialog(
-        f"{passage.name}" if number == passage.page else document.name,
-        f"{_turn('Page before', turn_id, index, number - 1, number > 1)}"
+        f"{place.name}" if number == own else document.name,
+        f"{_turn('Page before', turn_id, card, number - 1, number > 1)}"
         f"<span>Page {number:,} of {len(document.pages):,}</span>"
-        f"{_turn('Page after', turn_id, index, number + 1, number < len(document.pages))}",
-        f"<pre>{before}{middle}{after}</pre>",
+        f"{_turn('Page after', turn_id, card, number + 1, number < len(document.pages))}",
+        f"<pre>{before}{marked}{after}</pre>",
     )
 
 
-def gone(passage: Passage) -> str:
-    """What is left of a document that is no longer in the library: the passage itself."""
+def gone(place: Passage | Quote) -> str:
+    """What is left of a document that is no longer in the library: the passage or quote itself."""
     note = "<p>The document is no longer in the library; this is the passage as it was.</p>"
-    return _dialog(passage.name, f"<span>Page {passage.page:,}</span>", f"{note}<pre>{escape(passage.excerpt)}</pre>")
+    words = place.excerpt if isinstance(place, Passage) else place.text
+    return _dialog(place.name or "", f"<span>Page {place.page or 1:,}</span>", f"{note}<pre>{escape(words)}</pre>")
 
 
-def _turn(label: str, turn_id: str, index: int, page: int, there: bool) -> str:
+def _turn(label: str, turn_id: str, card: str, page: int, there: bool) -> str:
     arrow = "M12 5l-5 5 5 5" if label == "Page before" else "M8 5l5 5-5 5"
     return (
         f'<button type="button" class="oc-tool" data-do="source" data-turn="{escape(turn_id)}"'
-        f' data-value="{index}:{page}" aria-label="{label}"{"" if there else " disabled"}>'
+        f' data-value="{card}:{page}" aria-label="{label}"{"" if there else " disabled"}>'
         f'<svg viewBox="0 0 20 20" aria-hidden="true"><path d="{arrow}" fill="none" stroke="currentColor"'
         ' stroke-width="1.5" stroke-linejoin="round" stroke-linecap="round"/></svg></button>'
     )

@@ -58,6 +58,7 @@ const placeOf = (item) => `${item.name}, page ${item.page}` + (item.line ? `, li
 function evidence(turn, number) {
   const box = part("details", "oc-evidence");
   box.dataset.turn = turn.id;
+  box.open = opened.has(turn.id);
   const passages = turn.passages.length;
   const found = turn.quotes.filter((quote) => quote.name).length;
   const facts = [];
@@ -70,7 +71,7 @@ function evidence(turn, number) {
   turn.passages.forEach((passage, index) => {
     const button = cards.appendChild(document.createElement("li")).appendChild(part("button", "oc-passage"));
     button.type = "button";
-    Object.assign(button.dataset, { do: "source", turn: turn.id, value: String(index) });
+    Object.assign(button.dataset, { do: "source", turn: turn.id, value: `p${index}` });
     const share = Math.round(100 * passage.strength);
     const head = button.appendChild(part("span", "oc-passage-head"));
     head.append(part("b", "", placeOf(passage)), part("span", "", `${share} %`));
@@ -78,7 +79,8 @@ function evidence(turn, number) {
     const meter = button.appendChild(part("i", "oc-meter"));
     meter.append(part("i", ""));
     meter.firstChild.style.width = `${share}%`;
-    button.append(part("span", "oc-excerpt", passage.excerpt));
+    const excerpt = button.appendChild(part("span", "oc-excerpt"));
+    excerpt.append(passage.before, part("mark", "", passage.key), passage.after);
   });
   const quotes = box.appendChild(part("ul", "oc-quotes"));
   for (const quote of turn.quotes) {
@@ -87,6 +89,82 @@ function evidence(turn, number) {
   }
   return box;
 }
+
+// ---- quotes within an answer. What is marked is the text as it was drawn: no markup is made of it.
+const marks = new WeakMap(); // only these marks open anything, not what an answer may bring along
+const OPENING = /["\u201c\u201d\u201e\u00ab]\s*$/;
+
+const lettersOf = (text) => text.toLowerCase().replace(/[^\p{L}\p{N}]/gu, "");
+
+function markQuotes(row, turn) {
+  const letters = []; // of the answer: [letter, its text node, its place in that]
+  const nodes = document.createTreeWalker(row, NodeFilter.SHOW_TEXT, {
+    acceptNode: (node) => (node.parentElement.closest(".prose") && !node.parentElement.closest("pre, .katex, .oc-note"))
+      ? NodeFilter.FILTER_ACCEPT : NodeFilter.FILTER_REJECT,
+  });
+  for (let node = nodes.nextNode(); node; node = nodes.nextNode()) {
+    for (let at = 0; at < node.data.length; ) {
+      const one = String.fromCodePoint(node.data.codePointAt(at));
+      for (const letter of lettersOf(one)) letters.push([letter, node, at, one.length]);
+      at += one.length;
+    }
+  }
+  const stream = letters.map(([letter]) => letter).join("");
+  const offsets = letters.map(((sum) => ([letter]) => (sum += letter.length) - letter.length)(0));
+  const found = [];
+  turn.quotes.forEach((quote, index) => {
+    const wanted = lettersOf(quote.text);
+    for (let at = stream.indexOf(wanted); wanted && at >= 0; at = stream.indexOf(wanted, at + wanted.length)) {
+      const begin = offsets.indexOf(at);
+      const end = offsets.findIndex((offset) => offset >= at + wanted.length);
+      const inside = letters.slice(begin, end < 0 ? undefined : end);
+      if (begin >= 0 && isQuoted(row, inside[0])) found.push({ quote, index, inside, begin, end: begin + inside.length });
+    }
+  });
+  let free = Infinity; // from the last to the first: a mark splits the text behind its beginning
+  for (const { quote, index, inside, begin, end } of found.sort((a, b) => b.begin - a.begin)) {
+    if (end > free) continue;
+    markOne(turn, quote, index, inside);
+    free = begin;
+  }
+}
+
+function isQuoted(row, [, node, at]) {
+  if (node.parentElement.closest("blockquote")) return true;
+  const range = document.createRange();
+  range.setStart(node.parentElement.closest("p, li, td, th, h1, h2, h3, h4, h5, h6") || row, 0);
+  range.setEnd(node, at);
+  return OPENING.test(range.toString());
+}
+
+function markOne(turn, quote, index, inside) {
+  const runs = new Map(); // the stretch of each text node
+  for (const [, node, at, length] of inside) {
+    const run = runs.get(node) || { low: at };
+    runs.set(node, { ...run, high: at + length });
+  }
+  const where = quote.name ? `Found in ${placeOf(quote)}` : "Not found in the documents";
+  const pieces = [...runs].map(([node, { low, high }], at) => {
+    const range = document.createRange();
+    range.setStart(node, at ? 0 : low); // with the spaces between one stretch and the next
+    range.setEnd(node, at < runs.size - 1 ? node.length : high);
+    const mark = part("span", `oc-quote ${quote.name ? "oc-found" : "oc-missing"}`);
+    mark.title = where;
+    range.surroundContents(mark);
+    if (quote.name) marks.set(mark, () => act("source", turn.id, `q${index}`));
+    return mark;
+  });
+  pieces.at(-1).append(part("span", "oc-unseen", ` (${where})`));
+  if (quote.name) Object.assign(pieces[0], { tabIndex: 0, role: "button" });
+}
+
+addEventListener("click", (event) => marks.get(event.target.closest?.(".oc-quote"))?.());
+addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" && event.key !== " ") return;
+  const open = marks.get(event.target);
+  if (open) event.preventDefault();
+  open?.();
+});
 
 function openFresh() {
   const dialog = find("[popover][data-fresh]");
@@ -100,28 +178,106 @@ function openFresh() {
 }
 
 // The chat component draws its rows when it likes: whatever row lacks its buttons gets them.
-let drawn = "";
+let facts = "";
 let turns = [];
-let opened = new Set(); // turns whose evidence was open when it was last drawn anew
+let first = 0; // number of the first turn that is shown
+const opened = new Set(); // turns whose evidence is open, for when it is drawn anew
+addEventListener(
+  "toggle",
+  ({ target }) => {
+    if (target.matches?.(".oc-evidence")) opened[target.open ? "add" : "delete"](target.dataset.turn);
+  },
+  true,
+);
 function decorate() {
-  const facts = find("#oc-turns [data-turns]")?.dataset.turns || "[]";
-  if (facts !== drawn) {
-    opened = new Set([...document.querySelectorAll("#oc-chat .oc-evidence[open]")].map((box) => box.dataset.turn));
-    for (const bar of document.querySelectorAll("#oc-chat :is(.oc-tools, .oc-evidence)")) bar.remove();
-    drawn = facts;
-    turns = JSON.parse(facts);
+  const told = find("#oc-turns [data-turns]");
+  if (told && told.dataset.turns !== facts) {
+    facts = told.dataset.turns;
+    const all = JSON.parse(facts);
+    turns = all.map((turn, at) => ({ ...turn, key: JSON.stringify([at, at === all.length - 1, turn]) }));
+    first = Number(told.dataset.first);
+    moveTo(told.dataset.chat);
   }
-  document.querySelectorAll("#oc-chat .bot-row").forEach((row, at) => {
-    const next = row.nextElementSibling;
-    const place = next?.matches(".message-buttons") ? next : row;
-    if (!turns[at] || turns[at].live || place.querySelector(":scope > .oc-tools")) return;
-    place.append(toolbar(turns[at], at + 1, at === turns.length - 1));
-    if (!turns[at].passages.length && !turns[at].quotes.length) return;
-    const box = evidence(turns[at], at + 1);
-    box.open = opened.has(turns[at].id);
-    place.append(box);
+  const rows = [...document.querySelectorAll("#oc-chat .bot-row")];
+  rows.forEach((row, at) => {
+    const place = placeAt(row);
+    place.toggleAttribute("data-live", Boolean(turns[at]?.live));
+    if (turns[at]?.quotes.length && !turns[at].live && !row.querySelector(".oc-quote")) markQuotes(row, turns[at]);
+    if (place.octavo && place.octavo.key === turns[at]?.key && place.octavo.bar.isConnected) return;
+    for (const bar of place.querySelectorAll(":scope > :is(.oc-tools, .oc-evidence)")) bar.remove();
+    place.octavo = null;
+    if (!turns[at] || turns[at].live) return;
+    const number = first + at + 1;
+    const bar = toolbar(turns[at], number, at === turns.length - 1);
+    place.append(bar);
+    place.octavo = { key: turns[at].key, bar };
+    place.toggleAttribute("data-tools", true);
+    const shown = turns[at].passages.length || turns[at].quotes.length;
+    place.toggleAttribute("data-evidence", Boolean(shown));
+    if (shown) place.append(evidence(turns[at], number));
   });
+  const begins = find("#oc-chat .oc-memory")?.closest(".message-row");
+  let forgotten = Boolean(begins);
+  for (const row of begins || find("#oc-chat [data-forgotten]") ? document.querySelectorAll("#oc-chat .message-row") : []) {
+    if (row === begins) forgotten = false;
+    row.toggleAttribute("data-forgotten", forgotten);
+  }
+  document.body.toggleAttribute("data-documents", Boolean(find("#oc-shelf .oc-card")));
+  earlier();
+  follow();
 }
+
+function placeAt(row) {
+  const next = row.nextElementSibling;
+  return next?.matches(".message-buttons") ? next : row;
+}
+
+function earlier() {
+  const wrap = find("#oc-chat .bubble-wrap");
+  let button = wrap?.querySelector(":scope > .oc-earlier-turns");
+  if (!wrap || (first === 0) === !button) return;
+  if (first === 0) return button.remove();
+  button = part("button", "oc-quiet oc-earlier-turns", "Show earlier questions");
+  button.type = "button";
+  button.dataset.do = "older";
+  wrap.prepend(button);
+}
+
+// ---- where the conversation is scrolled to: its end, also while it grows, until the reader scrolls up
+let following = true;
+let chatShown = "";
+let lastTop = 0;
+let fromEnd = null; // while earlier turns are put before what is read: how far from the end that is
+function moveTo(chat) {
+  if (chat === chatShown) return;
+  chatShown = chat;
+  following = true;
+  fromEnd = null;
+}
+function follow() {
+  const wrap = find("#oc-chat .bubble-wrap");
+  if (!wrap) return;
+  if (fromEnd !== null) wrap.scrollTop = wrap.scrollHeight - fromEnd;
+  else if (following) wrap.scrollTop = wrap.scrollHeight;
+}
+addEventListener(
+  "scroll",
+  ({ target }) => {
+    if (!target.matches?.("#oc-chat .bubble-wrap")) return;
+    const left = target.scrollHeight - target.clientHeight - target.scrollTop;
+    if (left < 4) following = true;
+    else if (target.scrollTop < lastTop) following = false;
+    lastTop = target.scrollTop;
+  },
+  true,
+);
+actions.older = () => {
+  const wrap = find("#oc-chat .bubble-wrap");
+  following = false;
+  fromEnd = wrap.scrollHeight - wrap.scrollTop;
+  setTimeout(() => (fromEnd = null), 1000);
+  act("older");
+};
 
 // What the engine does is drawn anew while it works: the panel stays open over that.
 let watching = false;
@@ -137,8 +293,12 @@ function watchOn() {
   if (panel && !panel.matches(":popover-open")) panel.showPopover();
 }
 
+let due = 0;
 new MutationObserver(() => {
-  decorate();
-  openFresh();
-  watchOn();
-}).observe(document.body, { childList: true, subtree: true });
+  due ||= setTimeout(() => {
+    due = 0;
+    decorate();
+    openFresh();
+    watchOn();
+  }, 0);
+}).observe(document.body, { childList: true, subtree: true, characterData: true });

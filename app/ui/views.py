@@ -9,11 +9,14 @@ from typing import Any
 
 from app.chat import Selection, Turn
 from app.errors import describe
+from app.evidence import Passage
 from app.service import MemoryBegins, PlanView
 from app.ui.answer import Answer
 from app.ui.attachment import Attachment
 from app.ui.conversation import Conversation
-from app.ui.markdown import harmless, plain
+from app.ui.markdown import Pieces, plain
+
+_LEAD_CHARS = 60  # of a passage that its card shows before the words that matter
 
 WELCOME = """
 <div class="oc-welcome">
@@ -291,29 +294,31 @@ def _name(key: str) -> str:
     return key.replace("_", " ").capitalize()
 
 
-def messages(conversation: Conversation) -> list[Any]:
-    """The conversation for the chat component: questions as they were typed, answers as Markdown."""
+def messages(conversation: Conversation, first: int) -> list[Any]:
+    """The turns from number `first` on for the chat component: questions as typed, answers as Markdown in pieces."""
     shown: list[Any] = []
     begins, number = conversation.memory_begins, 0
-    for turn in conversation.chat.path(conversation.chat.head):
+    for at, turn in enumerate(conversation.chat.path(conversation.chat.head)):
         live = conversation.live(turn)
-        question, text = _files(turn) + plain(turn.question), _answer_text(turn, live)
         takes_part = turn.answered or live is not None
-        if begins is not None and number == begins.turn and takes_part:
+        here = begins is not None and number == begins.turn and takes_part
+        number += takes_part
+        if at < first:
+            continue
+        question, text = _files(turn) + plain(turn.question), _answer_text(turn, live)
+        if here and begins is not None:
             if begins.in_answer:
-                text = _memory_line(begins, "this answer") + text
+                text[0] = _memory_line(begins, "this answer") + text[0]
             else:
                 question = _memory_line(begins, "what was read here") + question
-            begins = None
-        number += takes_part
-        shown += [_message("user", question), _message("assistant", text)]
+        shown += [_message("user", [question]), _message("assistant", text)]
     return shown
 
 
-def turns(conversation: Conversation) -> str:
-    """What the page's script needs for the buttons at each question and answer, in their order."""
+def turns(conversation: Conversation, first: int) -> str:
+    """What the page's script needs for the buttons at questions and answers from number `first` on, in their order."""
     chat, facts = conversation.chat, []
-    for turn in chat.path(chat.head):
+    for turn in chat.path(chat.head)[first:]:
         ids = [other.id for other in chat.siblings(turn.id)]
         at = ids.index(turn.id)
         facts.append(
@@ -324,15 +329,23 @@ def turns(conversation: Conversation) -> str:
                 "before": ids[at - 1] if at else "",
                 "after": ids[at + 1] if at + 1 < len(ids) else "",
                 "live": conversation.live(turn) is not None,
-                "passages": [
-                    {"name": p.name, "page": p.page, "line": p.line, "strength": p.strength, "excerpt": p.excerpt}
-                    for p in turn.passages
-                ],
-                "quotes": [{"text": q.text, "name": q.name, "page": q.page} for q in turn.quotes],
+                "passages": [_card_facts(passage) for passage in turn.passages],
+                "quotes": [{"text": q.text, "name": q.name, "page": q.page, "line": q.line} for q in turn.quotes],
                 "resume": turn.answered and turn.finish_reason in ("cancelled", "length", "loop"),
             }
         )
-    return f'<div data-turns="{escape(json.dumps(facts))}"></div>'
+    return f'<div data-turns="{escape(json.dumps(facts))}" data-first="{first}" data-chat="{chat.id}"></div>'
+
+
+def _card_facts(passage: Passage) -> dict[str, Any]:
+    """A passage for its card: the words that were looked at most, with a few before them, and what follows."""
+    text, low = passage.excerpt, passage.key_start
+    high = passage.key_end or len(text)
+    before = text[:low]
+    if len(before) > _LEAD_CHARS:
+        before = "\u2026 " + before[-_LEAD_CHARS:].split(" ", 1)[-1]
+    said = {"before": before, "key": text[low:high], "after": text[high:]}
+    return {"name": passage.name, "page": passage.page, "line": passage.line, "strength": passage.strength, **said}
 
 
 def _memory_line(begins: MemoryBegins, where: str) -> str:
@@ -343,8 +356,8 @@ def _memory_line(begins: MemoryBegins, where: str) -> str:
     return f'<div class="oc-memory" role="note">Memory begins in {where}{words}.{kept}</div>\n\n'
 
 
-def _message(role: str, text: str) -> dict[str, Any]:
-    return {"role": role, "content": [{"type": "text", "text": text}]}
+def _message(role: str, pieces: list[str]) -> dict[str, Any]:
+    return {"role": role, "content": [{"type": "text", "text": piece} for piece in pieces]}
 
 
 def _files(turn: Turn) -> str:
@@ -360,20 +373,21 @@ def _label(source: Selection) -> str:
     return name if whole else f"{name}, pages {source.first_page}-{source.last_page}"
 
 
-def _answer_text(turn: Turn, live: Answer | None) -> str:
+def _answer_text(turn: Turn, live: Answer | None) -> list[str]:
     if live is not None:
-        return harmless(live.text) or '<span class="oc-dots" aria-label="Working"><i></i><i></i><i></i></span>'
-    note, answer = _note(turn), _settled(turn.answer)
-    if note is None:
-        return answer
-    fence = "\n```" if answer.count("```") % 2 else ""  # else the note becomes part of the code
-    return f'{answer}{fence}\n\n<div class="{note[0]}">{escape(note[1])}</div>'
+        waiting = '<span class="oc-dots" role="img" aria-label="Working"><i></i><i></i><i></i></span>'
+        return live.pieces.of(live.text) if live.text else [waiting]
+    note, pieces = _note(turn), list(_settled(turn.answer))
+    if note is not None:
+        fence = "\n```" if pieces[-1].count("```") % 2 else ""  # else the note becomes part of the code
+        pieces[-1] += f'{fence}\n\n<div class="{note[0]}">{escape(note[1])}</div>'
+    return pieces
 
 
 @lru_cache(maxsize=1024)
-def _settled(answer: str) -> str:
+def _settled(answer: str) -> tuple[str, ...]:
     """Answers that are whole: a long chat is drawn ten times a second while its newest answer is written."""
-    return harmless(answer)
+    return tuple(Pieces().of(answer))
 
 
 def _note(turn: Turn) -> tuple[str, str] | None:

@@ -62,6 +62,22 @@ def test_the_passage_with_most_attention_comes_first(tokenizer):
     assert first.strength > second.strength > 0 and first.strength + second.strength == pytest.approx(1)
 
 
+@pytest.mark.parametrize("spread", [True, False])
+def test_the_words_that_were_looked_at_are_told(tokenizer, spread):
+    words = " ".join(f"word{i}" for i in range(40))
+    fact = "The key lies under the third stone." if spread else f"And {words} the key lies {words} so"
+    document = _document(f"\n\n  It was a long day. {fact} Nobody saw it\n\nElse.")
+    source = _source(tokenizer, Selection.whole(document))
+    offsets = char_offsets(tokenizer, source, np.arange(len(source.ids)))
+    at = document.text.index("key lies")
+    masses = np.array([0.5 if at <= place < at + 8 else 0.001 for place in offsets])
+    (found, *_) = passages(Looked(np.arange(7, 7 + len(masses)), masses), [source], tokenizer)
+    key = found.excerpt[found.key_start : found.key_end]
+    assert "key lies" in key and len(key) <= 160
+    assert not spread or key == fact
+    assert key.strip() == key and set(key.split()) <= set(document.text.split())
+
+
 def test_attention_outside_the_documents_gives_no_passage(tokenizer):
     source = _source(tokenizer, Selection.whole(_document("One. Two.")), 10)
     assert passages(Looked(np.arange(10), np.ones(10)), [source], tokenizer) == []
@@ -91,7 +107,7 @@ def test_quotes_are_looked_up_word_for_word():
         'It says "the gate is painted - and left." and \u00abIt\'s a long way home\u00bb; "the gate is closed now". '
         'A "short term" is none.\n\n> He said: The gate\n> is painted\n'
     )
-    found = {quote.text: (quote.name, quote.page) for quote in quotes(answer, [document])}
+    found = {quote.text: (quote.name, quote.page) for quote in quotes(answer, {"a": document})}
     assert found == {
         "the gate is painted - and left.": ("a.txt", 1),
         "It's a long way home": ("a.txt", 2),
@@ -100,6 +116,13 @@ def test_quotes_are_looked_up_word_for_word():
     }
 
 
+def test_a_quote_knows_its_place_and_may_be_emphasised():
+    document = _document("One.\nThe gate is\n  snake_case green.\n", name="a.txt")
+    (quote,) = quotes('"The **gate** is snake_case `green`."', {"label": document})
+    assert (quote.document, quote.line) == ("label", 2)
+    assert document.text[quote.start : quote.end] == "The gate is\n  snake_case green"
+
+
 def test_a_quote_of_odd_signs_is_text_not_a_pattern():
-    assert quotes('"a (b [c* d+"', [_document("a (b [c* d+")])[0].page == 1
-    assert quotes('"... ... ..."', [_document("a")]) == []
+    assert quotes('"a (b [c* d+"', {"x": _document("a (b [c* d+")})[0].page == 1
+    assert quotes('"... ... ..."', {"x": _document("a")}) == []

@@ -31,6 +31,7 @@ def test_cards_lead_to_the_place_in_the_document(
     assert page.inner_text(".oc-passage b").startswith("<b>notes.txt, page 4, line")
     assert "<b>notes.txt" in page.inner_text(".oc-quotes .oc-found")
     assert page.inner_text(".oc-quotes .oc-missing q") == "the ships were painted green"
+    assert page.inner_text(".oc-excerpt mark") == "Remember: the code word is ochre."
     page.screenshot(path=tmp_path / "cards.png")
     page.click(".oc-passage")
     page.wait_for_selector("#oc-source mark:has-text('code word is ochre')")
@@ -48,3 +49,43 @@ def test_cards_lead_to_the_place_in_the_document(
     ask(page, "Who says so?")
     page.wait_for_function("document.querySelectorAll('.oc-evidence').length === 2")
     assert page.evaluate("[...document.querySelectorAll('.oc-evidence')].map(box => box.open)") == [True, False]
+
+
+SEVERAL = """The note says "Remember: the **code word** is {word}." twice:
+
+> Remember: the code word
+> is {word}.
+
+<span class="oc-quote oc-found" role="button" tabindex="0" data-do="source" data-value="q0">bait</span> It is not said
+that "nobody remembers the word", nor is Remember: the code word is {word}, without marks, a quote."""
+
+
+def test_quotes_are_marked_where_they_stand(
+    site: Site, open_page: Callable[..., Page], texts: Callable[..., Path], tmp_path: Path
+) -> None:
+    page = open_page(site.url)
+    state(page, "idle")
+    site.script.answer = SEVERAL
+    add(page, texts("<i>marks.txt", "teal", 12))
+    ask(page, "What is the code word?")
+    page.wait_for_selector("#oc-chat .oc-quote")
+    found, missing = page.locator("#oc-chat .oc-quote.oc-found"), page.locator("#oc-chat .oc-quote.oc-missing")
+    where = "Found in <i>marks.txt, page 4, line 14"
+    assert "".join(found.all_text_contents()[:3]) == f"Remember: the code word is teal ({where})"
+    assert found.count() == 3 + 2  # around the emphasis, and the two lines of the block
+    assert found.first.get_attribute("title") == where
+    assert missing.all_text_contents() == ["nobody remembers the word (Not found in the documents)"]
+    assert page.locator("#oc-chat .bot [role=button]").count() == 2  # one each, none from the answer itself
+    page.screenshot(path=tmp_path / "quotes.png")
+    found.nth(1).click()
+    page.wait_for_selector("#oc-source:popover-open mark:has-text('Remember: the code word is teal')")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#oc-source:popover-open", state="detached")
+    found.last.focus()
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#oc-source:popover-open mark")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#oc-source:popover-open", state="detached")
+    page.click("#oc-chat .bot >> text=bait")
+    page.wait_for_timeout(300)
+    assert not page.query_selector("#oc-source:popover-open")
