@@ -239,38 +239,50 @@ class ChatService:
         with words, complete or cut short. Raises NotReady, UsageError, ContextTooLong. While an earlier answer of the
         same chat is being cancelled this waits for its last step.
         """
-        loaded = self._need()
+        self._check_ready()
         sampling = sampling or chat.sampling
         check_request(question, sampling)
         with chat.asking:
             chat.settle()
             before = [t for t in chat.path(turn.parent if turn is not None else chat.head) if t.answered]
-            loaded.ids.revive(chat, before)
-            before = [chat.tree[t.id] for t in before]
-            sources = new_sources(before, documents)
-            new_ids = tuple(loaded.ids.added(not before, chat.system, sources, question))
-            prompt = ids_of(before) + new_ids
-            capacity = loaded.engine.runner.capacity
-            if capacity is not None and len(prompt) >= capacity:
-                raise _too_long(len(prompt), capacity, before)
-            turn_id = (turn or chat.begin(question)).id
-            chat.update(turn_id, sources=sources, prompt_ids=new_ids)
-            marks = loaded.ids.marks(prompt, len(prompt) - len(new_ids), sources)
-            read = [source for t in before for source in t.sources] + list(sources)
-            request = GenerationRequest(prompt, sampling, loaded.stop_ids, chat.id, marks, evidence=bool(read))
-
-            def keep(done: Done) -> None:
-                ids = tuple(loaded.prompts.answer_ids(done.token_ids, loaded.stop_ids))
-                said = {"answer_ids": ids, "answer": done.text, "finish_reason": done.finish_reason}
-                chat.update(turn_id, answered=bool(done.token_ids), **said)  # first: the answer counts without evidence
-                places = loaded.ids.places(prompt, read)
-                found = passages(done.looked, places, loaded.model.tokenizer) if done.looked is not None else ()
-                quoted = quotes(done.text, {place.label: place.document for place in places})
-                chat.update(turn_id, passages=tuple(found), quotes=tuple(quoted))
-
-            generation = loaded.engine.submit(request, keep)
+            generation = self._ask(chat, before, question, new_sources(before, documents), sampling, turn)
             chat.follow(generation)
         return generation
+
+    def _ask(
+        self,
+        chat: Chat,
+        before: Sequence[Turn],
+        question: str,
+        sources: tuple[Selection, ...],
+        sampling: SamplingParams,
+        turn: Turn | None,
+    ) -> Generation:
+        """The question behind `before`, with the `sources` that are new there; nobody else asks in this chat."""
+        loaded = self._need()
+        loaded.ids.revive(chat, before)
+        before = [chat.tree[t.id] for t in before]
+        new_ids = tuple(loaded.ids.added(not before, chat.system, sources, question))
+        prompt = ids_of(before) + new_ids
+        capacity = loaded.engine.runner.capacity
+        if capacity is not None and len(prompt) >= capacity:
+            raise _too_long(len(prompt), capacity, before)
+        turn_id = (turn or chat.begin(question)).id
+        chat.update(turn_id, sources=sources, prompt_ids=new_ids)
+        marks = loaded.ids.marks(prompt, len(prompt) - len(new_ids), sources)
+        read = [source for t in before for source in t.sources] + list(sources)
+        request = GenerationRequest(prompt, sampling, loaded.stop_ids, chat.id, marks, evidence=bool(read))
+
+        def keep(done: Done) -> None:
+            ids = tuple(loaded.prompts.answer_ids(done.token_ids, loaded.stop_ids))
+            said = {"answer_ids": ids, "answer": done.text, "finish_reason": done.finish_reason}
+            chat.update(turn_id, answered=bool(done.token_ids), **said)  # first: the answer counts without evidence
+            places = loaded.ids.places(prompt, read)
+            found = passages(done.looked, places, loaded.model.tokenizer) if done.looked is not None else ()
+            quoted = quotes(done.text, {place.label: place.document for place in places})
+            chat.update(turn_id, passages=tuple(found), quotes=tuple(quoted))
+
+        return loaded.engine.submit(request, keep)
 
     def resume(self, chat: Chat, turn_id: str, sampling: SamplingParams | None = None) -> Generation:
         """Go on with an answer that was stopped or cut, from its last token; the events tell the new text only.
@@ -444,6 +456,10 @@ class ChatService:
         if capacity is not None and len(prompt) >= capacity:
             raise ContextTooLong(len(prompt) + 1, capacity, "Send fewer messages or a shorter document.")
         return loaded.engine.submit(GenerationRequest(prompt, sampling, loaded.stop_ids, chat_id, marks), keep)
+
+    def _check_ready(self) -> None:
+        """Raises what is wrong where no question can be asked."""
+        self._need()
 
     def _need(self) -> Loaded:
         loaded = self._loaded

@@ -17,7 +17,7 @@ from app.errors import ContextTooLong, UsageError
 from app.evidence import quotes
 from app.model import LoadProgress
 from app.remote.engine import RemoteEngine, RemoteError
-from app.service import ChatService, MemoryBegins, PlanView, check_request
+from app.service import ChatService, MemoryBegins, PlanView
 
 _AGAIN_S = 2.0
 _BYTES_PER_TOKEN = 4.0  # of English, until the server has told what it counted
@@ -107,41 +107,32 @@ class RemoteService(ChatService):
         message = f"About {need:,}{of} tokens." if fits else str(self._too_long(need, before))
         return PlanView(fits, need, new, capacity, 0, None, message)
 
-    def ask(
+    def _ask(
         self,
         chat: Chat,
+        before: Sequence[Turn],
         question: str,
-        documents: Sequence[Document | Selection] | None = None,
-        sampling: SamplingParams | None = None,
-        turn: Turn | None = None,
+        sources: tuple[Selection, ...],
+        sampling: SamplingParams,
+        turn: Turn | None,
     ) -> Generation:
-        """Ask a question; the answer comes as events, as ChatService.ask has it."""
-        self._check_ready()
-        sampling = sampling or chat.sampling
-        check_request(question, sampling)
-        with chat.asking:
-            chat.settle()
-            before = [t for t in chat.path(turn.parent if turn is not None else chat.head) if t.answered]
-            sources = new_sources(before, documents)
-            plan = self._plan(before, sources, question)
-            if not plan.fits:
-                raise self._too_long(plan.prompt_tokens, before)
-            messages = _messages(chat.system, before)
-            messages.append({"role": "user", "content": _content(sources, question)})
-            turn_id = (turn or chat.begin(question)).id
-            chat.update(turn_id, sources=sources)
-            read = {source.label: source.document for t in before for source in t.sources}
-            read |= {source.label: source.document for source in sources}
+        plan = self._plan(before, sources, question)
+        if not plan.fits:
+            raise self._too_long(plan.prompt_tokens, before)
+        messages = _messages(chat.system, before)
+        messages.append({"role": "user", "content": _content(sources, question)})
+        turn_id = (turn or chat.begin(question)).id
+        chat.update(turn_id, sources=sources)
+        read = {source.label: source.document for t in before for source in t.sources}
+        read |= {source.label: source.document for source in sources}
 
-            def keep(done: Done) -> None:
-                found = tuple(quotes(done.text, read))
-                said = {"answer": done.text, "finish_reason": done.finish_reason, "quotes": found}
-                chat.update(turn_id, answered=bool(done.text), **said)
-                self._used[turn_id] = done.usage.prompt_tokens + done.usage.completion_tokens
+        def keep(done: Done) -> None:
+            found = tuple(quotes(done.text, read))
+            said = {"answer": done.text, "finish_reason": done.finish_reason, "quotes": found}
+            chat.update(turn_id, answered=bool(done.text), **said)
+            self._used[turn_id] = done.usage.prompt_tokens + done.usage.completion_tokens
 
-            generation = self._submit_body({"messages": messages}, sampling, keep)
-            chat.follow(generation)
-        return generation
+        return self._submit_body({"messages": messages}, sampling, keep)
 
     def resume(self, chat: Chat, turn_id: str, sampling: SamplingParams | None = None) -> Generation:
         """UsageError: the API has no way to go on with an answer from its last token."""

@@ -366,4 +366,5 @@ class Handlers:
         return views.loading_strip(self.loading.stage, self.loading.share)
 
     def _status(self, session: Session) -> str:
-        return views.status(self.service.status(session.conversation.chat) if self.service.ready else None)
+        chat = session.conversation.chat
+        return views.status(self.service.status(chat) if self.service.ready else None, options.name_of(chat.sampling))

@@ -43,6 +43,15 @@ _NUMBERS = (
 _WHOLE = ("top_k", "seed", "max_new_tokens")
 
 
+def name_of(sampling: SamplingParams) -> str:
+    """The preset that a chat's answers are written with, "own" where none is like it."""
+    return next((preset.name for preset in PRESETS if _of_preset(preset.sampling) == _of_preset(sampling)), "own")
+
+
+def _of_preset(sampling: SamplingParams) -> dict[str, Any]:
+    return {name: getattr(sampling, name) for name in _OF_PRESET}
+
+
 def form(chat: Chat) -> str:
     """The settings of a chat, in a popover."""
     presets = "".join(_preset(preset, chat.sampling) for preset in PRESETS)
@@ -64,8 +73,8 @@ def form(chat: Chat) -> str:
 
 
 def _preset(preset: Preset, sampling: SamplingParams) -> str:
-    values = {name: getattr(preset.sampling, name) for name in _OF_PRESET}
-    chosen = values == {name: getattr(sampling, name) for name in _OF_PRESET}
+    values = _of_preset(preset.sampling)
+    chosen = values == _of_preset(sampling)
     return (
         f'<button type="button" class="oc-preset" data-do="preset" aria-pressed="{"true" if chosen else "false"}"'
         f' data-values="{escape(json.dumps(values))}"><b>{preset.name}</b><span>{preset.what}</span></button>'

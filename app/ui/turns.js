@@ -293,6 +293,22 @@ function watchOn() {
   if (panel && !panel.matches(":popover-open")) panel.showPopover();
 }
 
+// ---- for those who hear the page: what it does, told once, not with every token
+const told = document.body.appendChild(part("div", "oc-unseen"));
+told.setAttribute("role", "status");
+const SAID = {
+  loading: "The model is loading.", queued: "Your question waits in line.", opening: "Opening what was read.",
+  reading: "Reading the documents.", answering: "The answer is being written.", stopping: "Stopping.",
+};
+let toldOf = "";
+function tell() {
+  const now = find("#oc-strip [data-state]")?.dataset.state || "";
+  if (now === toldOf) return;
+  const ended = toldOf === "answering" && now !== "stopping";
+  toldOf = now;
+  told.textContent = ended ? "The answer is there." : SAID[now] || "";
+}
+
 let due = 0;
 new MutationObserver(() => {
   due ||= setTimeout(() => {
@@ -300,5 +316,6 @@ new MutationObserver(() => {
     decorate();
     openFresh();
     watchOn();
+    tell();
   }, 0);
 }).observe(document.body, { childList: true, subtree: true, characterData: true });

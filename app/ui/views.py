@@ -211,7 +211,7 @@ def running_strip(answer: Answer) -> str:
     if answer.phase == "loading":
         return strip("loading", "Loading the model", "Your question comes next", -1)
     if answer.phase == "queued":
-        ahead = "next in line" if answer.place <= 1 else f"place {answer.place} in the queue"
+        ahead = "next in line" if answer.place <= 1 else f"number {answer.place} in line"
         return strip("queued", f"Waiting, {ahead}", share=-1)
     if answer.phase == "opening" and (opening := answer.opening) is not None:
         text = f"Opening what was read: {opening.done:,} of {opening.total:,} tokens"
@@ -229,36 +229,42 @@ def running_strip(answer: Answer) -> str:
     return strip("starting", "Preparing", share=-1)
 
 
-def status(facts: dict[str, Any] | None) -> str:
-    """The quiet line at the foot, and behind its button all that the engine tells; None while there is no model."""
+def status(facts: dict[str, Any] | None, settings: str = "") -> str:
+    """The quiet line at the foot, and behind its button all that the engine tells; None while there is no model.
+
+    `settings` names how the chat's answers are written.
+    """
     if facts is None:
         return '<div class="oc-foot"></div>'
     memory = facts["memory"]
     held = memory["weights_bytes"] + memory["retrieval_kv_bytes"] + memory["streaming_kv_bytes"]
-    line = [_context(facts, " / "), f"{facts['ms_per_token']:.0f} ms per token"]
+    line = [_context(facts)]
     if held:  # another server's memory is not known
-        line.insert(1, f"Memory {size(held)}")
+        line.append(f"{size(held)} of memory")
+    if facts["ms_per_token"]:
+        line.append(f"{1000 / facts['ms_per_token']:.0f} tokens a second")
     shown = "".join(f"<span>{escape(item)}</span>" for item in line)
-    notes = escape(f"{facts['note']} {facts['pattern']}".strip())
+    note = escape(facts["note"])
+    shown += f'<span class="oc-notes" title="{note}">{note}</span>' if note else ""
     return (
-        f'<div class="oc-foot">{shown}<span class="oc-notes" title="{notes}">{notes}</span>'
-        '<button type="button" class="oc-link" data-do="options">Settings</button>'
+        f'<div class="oc-foot">{shown}'
+        f'<button type="button" class="oc-link" data-do="options">Settings: {escape(settings)}</button>'
         '<button type="button" class="oc-link" popovertarget="oc-engine">Details</button></div>'
-        f'<div id="oc-engine" popover aria-label="What the engine does">{_engine_table(facts)}</div>'
+        f'<div id="oc-engine" popover role="dialog" aria-label="What the engine does">{_engine_table(facts)}</div>'
     )
 
 
-def _context(facts: dict[str, Any], of: str) -> str:
+def _context(facts: dict[str, Any]) -> str:
     """How much of the context is used; of an endless one, how much is remembered."""
     used, capacity = facts["context_used"], facts["context_capacity"]
     if capacity is not None:
-        return f"Context {used:,}{of}{capacity:,}"
+        return f"{used:,} of {capacity:,} tokens used"
     begins, settings = facts["memory_begins"], facts["settings"]
     if "recent" not in settings:
-        return f"Context {used:,}, of how many tokens is not known"
+        return f"{used:,} tokens used, of how many is not known"
     if not begins:
-        return f"Context {used:,}, endless: the last {settings['recent']:,} are remembered"
-    return f"Context {used:,}, endless: {begins['forgotten']:,} forgotten"
+        return f"{used:,} tokens, endless: the last {settings['recent']:,} are remembered"
+    return f"{used:,} tokens, endless: {begins['forgotten']:,} forgotten"
 
 
 def _engine_table(facts: dict[str, Any]) -> str:
@@ -268,7 +274,7 @@ def _engine_table(facts: dict[str, Any]) -> str:
         "Model": facts["model"],
         "Note": facts["note"],
         "Heads": facts["pattern"],
-        "Context": _context(facts, " of ").removeprefix("Context "),
+        "Context": _context(facts),
         **(_memory_rows(memory, settings) if memory["weights_bytes"] else {}),
         "Reading": f"{facts['prefill_tokens_per_s']:,.0f} tokens/s" if facts["prefill_tokens_per_s"] else "",
         "Writing": f"{facts['ms_per_token']:.1f} ms per token",

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,19 +35,31 @@ class Site:
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     """Headless Chromium; without it tests are skipped, or fail where OCTAVO_REQUIRE_BROWSER=1."""
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if path is None:
+    if chromium_path() is None:
         why = "No Chromium is installed (apt-get install chromium)."
         pytest.fail(why) if os.environ.get("OCTAVO_REQUIRE_BROWSER") == "1" else pytest.skip(why)
+    with chromium() as running:
+        yield running
+
+
+def chromium_path() -> str | None:
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """Headless Chromium."""
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        yield chromium
-        chromium.close()
+        browser = playwright.chromium.launch(
+            executable_path=chromium_path(), args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
+        yield browser
+        browser.close()
 
 
-@pytest.fixture(scope="module")
-def start_site() -> Iterator[Callable[[Script], Site]]:
-    """Starts pages over scripted models; all are stopped at the end of the module."""
+@contextmanager
+def starting() -> Iterator[Callable[[Script], Site]]:
+    """Starts pages over scripted models; all are stopped at the end."""
     from app.ui.server import bind, create_app
 
     running: list[tuple[uvicorn.Server, threading.Thread, ChatService]] = []
@@ -67,6 +80,12 @@ def start_site() -> Iterator[Callable[[Script], Site]]:
         server.should_exit = True
         thread.join(10)
         service.close()
+
+
+@pytest.fixture(scope="module")
+def start_site() -> Iterator[Callable[[Script], Site]]:
+    with starting() as start:
+        yield start
 
 
 @pytest.fixture(scope="module")

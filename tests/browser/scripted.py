@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
@@ -52,9 +53,13 @@ class Script:
     patterned: bool = False  # with the embedded model's head pattern
     fail_load: Exception | None = None
     fail_decode: Exception | None = None
+    go: threading.Event = field(default_factory=threading.Event)  # cleared, the model stops where it is
     steps: int = 0
     chunks: int = 0
     tokenizer: Tokenizer = field(default_factory=lambda: Tokenizer(embedded_model_path()))
+
+    def __post_init__(self) -> None:
+        self.go.set()
 
     def open(self, settings: Settings, progress: Callable[[str, float], None]) -> OpenModel:
         """In place of app.model.open_model."""
@@ -177,5 +182,6 @@ class ScriptedSlot:
 
     def _work(self, seconds: float, ids: Sequence[int]) -> None:
         time.sleep(seconds)
+        self.runner.script.go.wait()
         self.runner.script.steps += 1
         self.ids += ids

@@ -33,6 +33,16 @@ def _asked(page: Page, question: str, number: int) -> None:
     state(page, "idle")
 
 
+def _read(site: Site, open_page: Open, document: Path, question: str = "What is the code word?") -> Page:
+    """A page in a browser of its own that has asked about a document."""
+    page = open_page(site.url)
+    state(page, "idle")
+    add(page, document)
+    state(page, "plan")
+    _asked(page, question, 1)
+    return page
+
+
 def test_a_reload_finds_the_answer_that_runs(site: Site, open_page: Open, texts: Texts) -> None:
     page = open_page(site.url)
     state(page, "idle")
@@ -85,11 +95,7 @@ def test_a_closed_page_loses_nothing_and_gives_way_when_somebody_waits(
 
 
 def test_edit_again_back_and_fork(site: Site, open_page: Open, texts: Texts) -> None:
-    page = open_page(site.url)
-    state(page, "idle")
-    add(page, texts("branches.txt", "umber"))
-    state(page, "plan")
-    _asked(page, "First question?", 1)
+    page = _read(site, open_page, texts("branches.txt", "umber"), "First question?")
     _asked(page, "Second question?", 2)
 
     page.click("[aria-label='Edit question 2']")
@@ -151,12 +157,8 @@ def test_a_stopped_answer_is_continued(site: Site, open_page: Open) -> None:
 def test_chats_are_searched_renamed_exported_and_deleted(
     site: Site, open_page: Open, texts: Texts, tmp_path: Path
 ) -> None:
-    page = open_page(site.url)
-    state(page, "idle")
-    add(page, texts("export.txt", "cobalt"))
-    state(page, "plan")
-    _asked(page, "What is the code word?", 1)
-    page.click("#oc-header [data-do=fresh]")
+    page = _read(site, open_page, texts("export.txt", "cobalt"))
+    page.click("[data-do=fresh]:visible")
     page.wait_for_selector(".oc-welcome")
     _asked(page, "An unrelated matter?", 1)
     until(lambda: page.locator(CHATS).count() == 2)
@@ -193,12 +195,8 @@ def test_chats_are_searched_renamed_exported_and_deleted(
 
 
 def test_a_document_is_used_again_pinned_and_removed(site: Site, open_page: Open, texts: Texts) -> None:
-    page = open_page(site.url)
-    state(page, "idle")
-    add(page, texts("again.txt", "crimson"))
-    state(page, "plan")
-    _asked(page, "What is the code word?", 1)
-    page.click("#oc-header [data-do=fresh]")
+    page = _read(site, open_page, texts("again.txt", "crimson"))
+    page.click("[data-do=fresh]:visible")
     page.wait_for_selector(".oc-welcome")
     entry = "#oc-library .oc-item"
     assert "again.txt" in page.inner_text(entry)
@@ -221,11 +219,7 @@ def test_a_document_is_used_again_pinned_and_removed(site: Site, open_page: Open
 
 
 def test_another_browser_sees_nothing_of_it(site: Site, open_page: Open, texts: Texts) -> None:
-    one = open_page(site.url)
-    state(one, "idle")
-    add(one, texts("private.txt", "vermilion"))
-    state(one, "plan")
-    _asked(one, "What is my code word?", 1)
+    one = _read(site, open_page, texts("private.txt", "vermilion"))
     chat = one.get_attribute(CHATS, "data-id")
     two = open_page(site.url)
     state(two, "idle")
@@ -248,11 +242,7 @@ def test_after_a_restart_chats_are_there_and_an_interrupted_answer_says_so(
     start_site: Start, open_page: Open, texts: Texts
 ) -> None:
     site = start_site(Script(chunk_s=0.3, token_s=0.02))
-    page = open_page(site.url)
-    state(page, "idle")
-    add(page, texts("restart.txt", "saffron"))
-    state(page, "plan")
-    _asked(page, "What is the code word?", 1)
+    page = _read(site, open_page, texts("restart.txt", "saffron"))
     site.script.token_s = 0.5
     ask(page, "And once more?")
     _answers(page, 2)
