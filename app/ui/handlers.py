@@ -8,6 +8,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 
 import gradio as gr
 
@@ -33,6 +34,19 @@ _PLACE = re.compile(r"(?P<kind>[pq])(?P<at>\d{1,3})(?::(?P<page>\d{1,9}))?", re.
 SECRET_CHARS = 24  # of a browser's secret; a shorter one is not from here
 
 
+@dataclass
+class Seen:
+    """What a tab shows, to compare with; when parts of it were drawn; the length of its answer's last piece."""
+
+    shown: object = None
+    lists: object = None
+    loading: object = None
+    version: int = -1
+    strip_at: float = 0.0
+    status_at: float = 0.0
+    piece: int = 0
+
+
 class Handlers:
     """One object a page design; what belongs to one tab is in its Session."""
 
@@ -43,43 +57,57 @@ class Handlers:
         self.parts = parts
         self.sessions = Sessions(service)
 
-    async def opened(self, token: str, secret: str, request: gr.Request) -> AsyncIterator[Changes]:
-        """A page was loaded: find its chat again or begin one, then wait for the model with it."""
+    async def opened(self, token: str, secret: str, arrival: str, request: gr.Request) -> AsyncIterator[Changes]:
+        """A page was loaded: find its chat again or begin one, and show what happens there.
+
+        `arrival` is the browser's word for how it came to be loaded.
+        """
         parts = self.parts
         secret = secret if len(secret) >= SECRET_CHARS else secrets.token_urlsafe(SECRET_CHARS)
         owner = self.service.library.owner(secret)
-        session = await self.sessions.open(token, owner, request.session_hash or "")
+        session = await self.sessions.open(token, owner, request.session_hash or "", again=arrival == "reload")
         yield {parts.session: session, parts.tab: session.token, parts.browser: secret}
         async for changes in self._watch(session, request.session_hash or ""):
             yield changes
 
     async def _watch(self, session: Session, page: str) -> AsyncIterator[Changes]:
         """Show what changes in a tab's chat and lists, whichever tab or answer changed it, until the page is gone."""
-        parts, sessions = self.parts, self.sessions
-        shown, lists, loading, seen, strip_at, status_at, pace = None, None, None, -1, 0.0, 0.0, 0.0
+        seen = Seen()
         while session.page == page:
-            now, conversation = time.monotonic(), session.conversation
-            if lists != (lists := sessions.lists(session.owner)) and shown is not None:
-                yield self._lists(session)
-            if shown != (shown := self._shown(session)):
-                yield await self._everything(session)
-                seen, pace = -1, 0.0
-            elif (answer := conversation.running) is not None:
-                if answer.phase == "queued":
-                    sessions.give_way()
-                if answer.version != seen or now - strip_at > COUNTDOWN_S:
-                    seen, strip_at = answer.version, now
-                    changes: Changes = {parts.strip: views.running_strip(answer)}
-                    if answer.text:  # each time, since what is left out once is sent whole after that
-                        changes[parts.chat] = views.messages(conversation, session.first)
-                        pace = len(answer.pieces.of(answer.text)[-1]) / CHARS_FOR_DOUBLE_TIME
-                    if now - status_at > STATUS_S:
-                        status_at = now
-                        changes[parts.status] = self._status(session)
-                    yield changes
-            elif not self.service.ready and loading != (loading := (self.loading.stage, self.loading.share)):
-                yield {parts.strip: await self._plan_strip(session)}
-            await asyncio.sleep(UPDATE_S * (1 + pace))
+            try:
+                changes = await self._news(session, seen)
+            except Exception as error:
+                changes = {self.parts.strip: self._error(error)}
+            if changes:
+                yield changes
+            await asyncio.sleep(UPDATE_S * (1 + seen.piece / CHARS_FOR_DOUBLE_TIME))
+
+    async def _news(self, session: Session, seen: Seen) -> Changes:
+        """What a tab has not shown yet."""
+        parts, conversation, now = self.parts, session.conversation, time.monotonic()
+        before, seen.lists = seen.lists, self.sessions.lists(session.owner)
+        changes = self._lists(session) if seen.lists != before else {}
+        shown, seen.shown = seen.shown, self._shown(session)
+        if seen.shown != shown:
+            seen.version, seen.piece = -1, 0
+            return await self._everything(session)
+        if (answer := conversation.running) is not None:
+            if answer.phase == "queued":
+                self.sessions.give_way()
+            if answer.version != seen.version or now - seen.strip_at > COUNTDOWN_S:
+                seen.version, seen.strip_at = answer.version, now
+                changes[parts.strip] = views.running_strip(answer)
+                if answer.text:  # each time, since what is left out once is sent whole after that
+                    changes[parts.chat] = views.messages(conversation, session.first)
+                    seen.piece = len(answer.pieces.of(answer.text)[-1])
+                if now - seen.status_at > STATUS_S:
+                    seen.status_at = now
+                    changes[parts.status] = self._status(session)
+        elif not self.service.ready:
+            before, seen.loading = seen.loading, (self.loading.stage, self.loading.share)
+            if seen.loading != before:
+                changes[parts.strip] = await self._plan_strip(session)
+        return changes
 
     def _shown(self, session: Session) -> object:
         """Equal as long as a tab needs no more than the answer in progress drawn anew."""

@@ -28,7 +28,7 @@ _FORMULAS: list[dict[str, str | bool]] = [
 def build_page(service: ChatService, loading: Loading, uploads: Uploads) -> gr.Blocks:
     """The Gradio page over a service."""
     with gr.Blocks(title="Octavo", analytics_enabled=False, fill_height=True) as page:
-        tab, browser = gr.Textbox(visible=False), gr.Textbox(visible=False)
+        tab, browser, arrival = (gr.Textbox(visible=False) for _ in range(3))
         header = gr.HTML(
             views.header(uploads.max_bytes),
             elem_id="oc-header",
@@ -78,11 +78,11 @@ def build_page(service: ChatService, loading: Loading, uploads: Uploads) -> gr.B
             heads_panel(service, session, [shelf, turns])
         shown = (welcome, chat, turns, strip, shelf, question, status, chats, library, source, options)
         parts = Parts(session, tab, browser, *shown)
-        _connect(page, header, Handlers(service, loading, uploads, parts), parts)
+        _connect(page, header, arrival, Handlers(service, loading, uploads, parts), parts)
     return page.queue(default_concurrency_limit=None, api_open=False)
 
 
-def _connect(page: gr.Blocks, header: gr.HTML, handlers: Handlers, parts: Parts) -> None:
+def _connect(page: gr.Blocks, header: gr.HTML, arrival: gr.Textbox, handlers: Handlers, parts: Parts) -> None:
     """Events of the header's script carry what other parts of the page report."""
     session = parts.session
 
@@ -91,8 +91,12 @@ def _connect(page: gr.Blocks, header: gr.HTML, handlers: Handlers, parts: Parts)
         return quiet | {"outputs": parts.all} | more
 
     # The tab finds its place again by one secret; chats and library belong to another, which all tabs share.
-    known = "() => [sessionStorage.getItem('octavo') || '', localStorage.getItem('octavo-browser') || '']"
-    page.load(handlers.opened, [parts.tab, parts.browser], js=known, **on())
+    # A tab that is loaded again is itself; one with the secret of a tab that is still open is a copy of that.
+    known = (
+        "() => [sessionStorage.getItem('octavo') || '', localStorage.getItem('octavo-browser') || '',"
+        " performance.getEntriesByType('navigation')[0]?.type || '']"
+    )
+    page.load(handlers.opened, [parts.tab, parts.browser, arrival], js=known, **on())
     parts.tab.change(None, [parts.tab], None, js="token => { sessionStorage.setItem('octavo', token); }")
     parts.browser.change(None, [parts.browser], None, js="key => { localStorage.setItem('octavo-browser', key); }")
     page.unload(handlers.left)

@@ -79,16 +79,16 @@ class Sessions:
         """Equal as long as the lists of an owner look the same."""
         return self._changes[id(owner)], self.running(owner)
 
-    async def open(self, token: str, owner: Owner, page: str) -> Session:
-        """The session of a tab's secret when its page is gone, else a new one, now held by `page`."""
+    async def open(self, token: str, owner: Owner, page: str, again: bool = False) -> Session:
+        """The session of a tab's secret when its page is gone or is loaded `again`, else a new one; `page` holds it."""
         session = self._sessions.get(token)
         if session is not None and session.owner is not owner:
             session = None
-        for _ in range(10):  # A reload can be faster than the news that the old page is gone.
-            if session is None or session.page is None:
+        for _ in range(10):  # Going back to a page can be faster than the news that the old one is gone.
+            if session is None or session.page is None or again:
                 break
             await asyncio.sleep(0.1)
-        if session is None or session.page is not None:
+        if session is None or (session.page is not None and not again):
             session = Session(owner, page, Conversation(self._service, owner))
             self._sessions[session.token] = session
         session.page = page

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from PIL import Image
@@ -45,14 +45,15 @@ def walk(page: Page, site: Site, document: Path) -> Iterator[str]:
     script.chunk_s, script.token_s, script.answer = 0.02, 0.02, ANSWER
     state(page, "idle")
     yield "empty"
-    page.route("**/uploads", lambda route: None)  # never answered: the file stays on its way
+    held = []
+    page.route("**/uploads", held.append)  # answered later: the file stays on its way
     page.set_input_files("#oc-picker", str(document))
     page.wait_for_selector("#oc-arriving .oc-card")
     yield "uploading"
+    for route in held:
+        route.continue_()
     page.unroute("**/uploads")
-    page.reload()
-    state(page, "idle")
-    add(page, document)
+    page.wait_for_selector("#oc-shelf .oc-card:not(.oc-busy)")
     state(page, "plan")
     yield "plan"
     script.chunk_s = 0.6
@@ -104,7 +105,7 @@ def walk(page: Page, site: Site, document: Path) -> Iterator[str]:
         page.keyboard.press("Escape")
 
 
-def walk_endless(page: Page, document: Path) -> Iterator[str]:
+def walk_endless(page: Page, site: Site, document: Path) -> Iterator[str]:
     """The state of a chat whose beginning is forgotten."""
     state(page, "idle")
     add(page, document)
@@ -127,15 +128,12 @@ def main(argv: list[str] | None = None) -> None:
         document = write(Path(folder))
         for size, (width, height) in SIZES.items():
             for scheme in SCHEMES:
-                walks: list[tuple[Script, Callable[[Page, Site], Iterator[str]]]] = [
-                    (Script(), lambda page, site: walk(page, site, document)),
-                    (Script(capacity=None, recent=250, token_s=0.002), lambda page, site: walk_endless(page, document)),
-                ]
-                for script, states in walks:
+                endless = Script(capacity=None, recent=250, token_s=0.002)
+                for script, states in ((Script(), walk), (endless, walk_endless)):
                     site = start(script)
                     page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
                     page.goto(site.url)
-                    for name in states(page, site):
+                    for name in states(page, site, document):
                         wanted = (size, scheme) in (("wide", "light"), ("narrow", "dark")) and name in KEPT
                         if args.all or wanted:
                             picture(page, args.folder / f"{name}-{size}-{scheme}.png")
