@@ -156,12 +156,18 @@ class Handlers:
             parts.question: gr.Textbox(**IDLE),
         }
 
-    def cleared(self, session: Session) -> None:
+    def cleared(self, session: Session) -> Changes:
         """A new chat was asked for."""
         self.sessions.clear(session)
+        return self._nothing()
+
+    def _nothing(self) -> Changes:
+        """What a handler gives that changes nothing itself: without a word from it, every part would be emptied."""
+        return {self.parts.tab: gr.skip()}
 
     async def acted(self, session: Session, event: gr.EventData) -> AsyncIterator[Changes]:
         """Something was done to a chat, a turn or a document of the library."""
+        yield self._nothing()
         try:
             async for changes in self._act(session, event):
                 yield changes

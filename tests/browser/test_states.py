@@ -41,7 +41,7 @@ LOOK = """() => {
     const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
     const size = parseFloat(style.fontSize);
     const large = size >= 24 || (size >= 18.66 && Number(style.fontWeight) >= 700);
-    if (ratio < (large ? 3 : 4.5)) 
+    if (ratio < (large ? 3 : 4.5))
       found.push(`contrast ${ratio.toFixed(1)}: ${e.className} ${text.data.trim().slice(0, 60)}`);
   }
   return found;
