@@ -254,9 +254,16 @@ function moveTo(chat) {
   following = true;
   fromEnd = null;
 }
+const growth = new ResizeObserver(() => follow()); // what comes into sight may be of another height than was thought
+let grows = null;
 function follow() {
   const wrap = find("#oc-chat .bubble-wrap");
   if (!wrap) return;
+  const content = wrap.querySelector(".message-wrap");
+  if (content && content !== grows) {
+    growth.disconnect();
+    growth.observe((grows = content));
+  }
   if (fromEnd !== null) wrap.scrollTop = wrap.scrollHeight - fromEnd;
   else if (following) wrap.scrollTop = wrap.scrollHeight;
 }
@@ -265,8 +272,8 @@ addEventListener(
   ({ target }) => {
     if (!target.matches?.("#oc-chat .bubble-wrap")) return;
     const left = target.scrollHeight - target.clientHeight - target.scrollTop;
-    if (left < 4) following = true;
-    else if (target.scrollTop < lastTop) following = false;
+    if (target.scrollTop < lastTop && left > 4) following = false;
+    else if (left < 120) following = true; // it may have grown since the reader came to its end
     lastTop = target.scrollTop;
   },
   true,

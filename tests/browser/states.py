@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from PIL import Image
-from playwright.sync_api import Page
+from playwright.sync_api import Page, Route
 
 from app.errors import UsageError
 from tests.browser.conftest import Site, add, ask, chromium, starting, state, until
@@ -45,8 +45,12 @@ def walk(page: Page, site: Site, document: Path) -> Iterator[str]:
     script.chunk_s, script.token_s, script.answer = 0.02, 0.02, ANSWER
     state(page, "idle")
     yield "empty"
-    held = []
-    page.route("**/uploads", held.append)  # answered later: the file stays on its way
+    held: list[Route] = []
+
+    def hold(route: Route) -> None:  # the file stays on its way
+        held.append(route)
+
+    page.route("**/uploads", hold)
     page.set_input_files("#oc-picker", str(document))
     page.wait_for_selector("#oc-arriving .oc-card")
     yield "uploading"
@@ -128,14 +132,16 @@ def main(argv: list[str] | None = None) -> None:
         document = write(Path(folder))
         for size, (width, height) in SIZES.items():
             for scheme in SCHEMES:
+                shown = (size, scheme) in (("wide", "light"), ("narrow", "dark"))
+                if not (args.all or shown):
+                    continue
                 endless = Script(capacity=None, recent=250, token_s=0.002)
                 for script, states in ((Script(), walk), (endless, walk_endless)):
                     site = start(script)
                     page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
                     page.goto(site.url)
                     for name in states(page, site, document):
-                        wanted = (size, scheme) in (("wide", "light"), ("narrow", "dark")) and name in KEPT
-                        if args.all or wanted:
+                        if args.all or name in KEPT:
                             picture(page, args.folder / f"{name}-{size}-{scheme}.png")
                     page.close()
 
