@@ -97,7 +97,7 @@ def test_the_page(url: str, open_page: Callable[..., Page], texts: Callable[...,
     assert "need Octavo's own engine" in page.inner_text("#oc-status")  # what is missing is said
     assert "Memory" not in page.inner_text("#oc-status .oc-foot").splitlines()[0]
     page.click("#oc-heads > button")
-    page.wait_for_selector('#oc-heads-preview:has-text("own engine")')
+    page.wait_for_selector('#oc-heads-about:has-text("own engine")')
 
 
 def test_the_api_with_a_stored_document(url: str, texts: Callable[..., Path]) -> None:
