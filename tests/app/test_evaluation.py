@@ -8,6 +8,7 @@ import random
 import re
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,20 @@ def found(prompt: tuple[int, ...]) -> str:
     return f"It is {code[1]}." if code else "I do not know."
 
 
+_opened: list[Examiner] = []
+
+
 def examiner(runner: FakeRunner) -> Examiner:
-    return Examiner(OpenModel("fake", runner, TOKENIZER, frozenset(), lambda context: 0))  # type: ignore[arg-type]
+    """Closed when the test has ended."""
+    _opened.append(Examiner(OpenModel("fake", runner, TOKENIZER, frozenset(), lambda context: 0)))  # type: ignore[arg-type]
+    return _opened[-1]
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    while _opened:
+        _opened.pop().close()
 
 
 @pytest.fixture

@@ -37,7 +37,8 @@ def _truth(q, k, n, prompt, bits):
     k = k.double() if bits == 16 else k.half().double()
     if bits < 16:  # the first block and the newest one are as they came
         codes, scale = kv4.quantize(k.float(), bits)
-        packed = (codes.double() - 2 ** (bits - 1)) * scale[..., :1].double() + scale[..., 1:].double()
+        packed = (codes.double() - 8) * scale[..., :1].double() + scale[..., 1:].double()
+        packed = kv4.join(packed) if bits == 8 else packed
         whole = max(n // BLOCK, 1) * BLOCK
         k = torch.cat((k[:, :BLOCK], packed[:, BLOCK:whole], k[:, whole:]), 1)
     rows = []
