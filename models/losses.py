@@ -42,7 +42,8 @@ class _Compared(DuoCache):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = super().attend(layer, q, k, v)
         self._packed.begin(len(q))
-        turned = self._packed.attend(layer, q.float() @ self._turn, k.float() @ self._turn, v.float())
+        k, v = k.float() @ self._turn, v.float().contiguous()  # of one layout, as the kernels take them
+        turned = self._packed.attend(layer, q.float() @ self._turn, k, v)
         apart = (turned.float() - out.float()).unflatten(1, (len(self.losses), -1))
         for head in range(len(self.losses)):
             alone = torch.zeros_like(apart)

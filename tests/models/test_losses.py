@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from app.config import Settings
+from app.embedded import embedded_model_path
 from app.engine.sizing import resolve_shape
 from app.errors import UsageError
 from app.kv_bits import head_losses
@@ -122,3 +123,8 @@ def test_losses_are_measured_once_and_come_with_a_checkpoint_of_ours(folder, tmp
     told = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["kv4_losses"]
     ours = head_losses(open_checkpoint(tmp_path / "out"), _Words(), cache, CPU)
     assert np.array_equal(ours, np.array(told)) and ours.argmax() == 3
+
+
+def test_the_embedded_model_is_measured_by_this_machines_kernels():
+    losses = measure_losses(open_checkpoint(embedded_model_path()), torch.arange(100, 400), CPU)
+    assert losses.shape == (30, 3) and (losses > 0).all() and losses.max() < 0.1
