@@ -34,8 +34,7 @@ class Passage:
     """Characters `start` to `end` of a document's text, on page `page`, from line `line` of its file `name` (from 1).
 
     document: its label in the library. strength: the passage's share, 0 to 1, of the attention that the answer gave to
-    all documents. Of its
-    excerpt, characters `key_start` to `key_end` had most; 0 and 0 where that is not known.
+    all documents. Of its excerpt, characters `key_start` to `key_end` had most; 0 and 0 where that is not known.
     """
 
     document: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 from app.calibration import WINDOW, sample_texts, sample_windows
 from models.checkpoint import Checkpoint
+from models.files import writing
 from models.fingerprint import fingerprint
 from models.losses import measure_losses
 from quant.formats import LOSSES
@@ -43,13 +43,11 @@ def head_losses(
     texts, _ = sample_texts(None)
     (sample, *_), _ = sample_windows(tokenizer, texts, min(WINDOW, config.max_positions), config.vocab_size)
     losses = measure_losses(checkpoint, sample, device, progress)
-    part = kept.with_name(f"{kept.name}.{os.getpid()}.part")
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(losses.tolist()), encoding="utf-8")
-        part.replace(kept)
+        with writing(kept) as file:
+            file.write(json.dumps(losses.tolist()).encode())
     except OSError:
-        part.unlink(missing_ok=True)  # measured again next time
+        pass  # measured again next time
     return losses
 
 

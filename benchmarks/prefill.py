@@ -122,19 +122,19 @@ def _shape(retrieval: tuple[int, ...], streaming: tuple[int, ...], bits: int = 4
 
 def attention() -> dict[str, Any]:
     """A chunk's attention to a million packed tokens, and the same kernel on contiguous bf16, in turns."""
-    (pool,) = BlockPool(_shape((KV_HEADS,), (0,)), 1, DEVICE).stores
-    pool.blocks = MILLION // BLOCK
-    packed = random_history(KV_HEADS, pool.blocks, D, pool.layout)
-    pool._keys, pool._values, pool._scales = packed.keys, packed.values, packed.scales
+    (store,) = BlockPool(_shape((KV_HEADS,), (0,)), 1, DEVICE).stores
+    store.blocks = MILLION // BLOCK
+    packed = random_history(KV_HEADS, store.blocks, D, store.layout)
+    store._keys, store._values, store._scales = packed.keys, packed.values, packed.scales
     q = torch.randn(CHUNK, KV_HEADS * GROUP, D, device=DEVICE)
-    slots, ids = slice(0, KV_HEADS), list(range(pool.blocks))
+    slots, ids = slice(0, KV_HEADS), list(range(store.blocks))
     narrow = q.half()
-    out, _ = pool.history._history(slots, narrow, ids, packed.table)
+    out, _ = store.history._history(slots, narrow, ids, packed.table)
     worst = 0.0
     nothing = torch.zeros(KV_HEADS, 0, D, device=DEVICE)
     for row in (0, 77, CHUNK - 1):
         grouped = narrow[row].float().view(KV_HEADS, GROUP, D)
-        want = float64_attention(grouped, nothing, nothing, packed, pool.layout, D**-0.5)
+        want = float64_attention(grouped, nothing, nothing, packed, store.layout, D**-0.5)
         worst = max(worst, relative_error(out[row].float().view_as(want), want))
     if not worst <= 5e-3:
         raise Wrong(f"attention over packed history: error {worst:.2e} against float64")
@@ -143,7 +143,7 @@ def attention() -> dict[str, Any]:
     wide = q.bfloat16()
     times = in_turns(
         {
-            "packed": lambda: pool.history._history(slots, narrow, ids, packed.table),
+            "packed": lambda: store.history._history(slots, narrow, ids, packed.table),
             "bf16": lambda: choice.run.attend(wide, k, v, scale=D**-0.5),
         },
         2,

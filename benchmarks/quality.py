@@ -73,11 +73,11 @@ def differing_codes(device: torch.device) -> int:
         size = (torch.rand(2, 32 * BLOCK, 1, generator=generator) * 6).exp() * 0.01
         x = (torch.randn(2, 2, 32 * BLOCK, d, generator=generator) * size).half()
         ids = list(range(32))
-        pool = HeadStore(shape, len(ids), device)
-        pool.write(slice(0, 2), ids, x[0].to(device), x[1].to(device))
+        store = HeadStore(shape, len(ids), device)
+        store.write(slice(0, 2), ids, x[0].to(device), x[1].to(device))
         layout = KV4_LAYOUT.choose(device, head_dim=d, group=4).backend.run
         table = torch.tensor(ids, dtype=torch.int32, device=device)
-        stored = list(pool.packed(slice(0, 2), table).runs())
+        stored = list(store.packed(slice(0, 2), table).runs())
         scales = torch.cat([run[2] for run in stored], 1).cpu()
         unpacked = (
             torch.cat([layout.unpack_keys(run[0], d) for run in stored], 1).cpu(),

@@ -32,11 +32,11 @@ class Build:
     """How to convert a checkpoint.
 
     mask: bool [layers, kv_heads], True for a retrieval head; wide: those of them that keep 8 bits of a 4-bit cache, or
-    None for none. `make_linear` turns a weight [out, in] and bias into a
-    layer, `make_head` the output head; `place` puts unquantised tensors in their dtype and device. `rotate_values`
-    folds the rotation of the heads' values into their projections; `rotate_residual` turns the whole residual stream,
-    which takes the outliers out of what W8A8 layers read (QuaRot, Ashkboos et al., 2024). `turned`: the checkpoint has
-    both folded in already. `int8_embedding` rounds it, and the head with it; one that is in int8 already stays so.
+    None for none. `make_linear` turns a weight [out, in] and bias into a layer, `make_head` the output head; `place`
+    puts unquantised tensors in their dtype and device. `rotate_values` folds the rotation of the heads' values into
+    their projections; `rotate_residual` turns the whole residual stream, which takes the outliers out of what W8A8
+    layers read (QuaRot, Ashkboos et al., 2024). `turned`: the checkpoint has both folded in already. `int8_embedding`
+    rounds the embedding, and the head with it; one that is in int8 already stays so.
     """
 
     mask: np.ndarray

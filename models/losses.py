@@ -85,7 +85,8 @@ def measure_losses(
     rows = []
     for index in range(config.num_layers):
         prefix = f"model.layers.{index}."
-        parts = {n.removeprefix(prefix): checkpoint.load(n).to(device) for n in checkpoint.names() if prefix in n}
+        names = [name for name in checkpoint.names() if name.startswith(prefix)]
+        parts = {name.removeprefix(prefix): checkpoint.load(name).to(device) for name in names}
         losses, states = layer_losses(config, layer_from(config, how, index, parts), states, turn)
         rows.append(losses)
         progress((index + 1) / config.num_layers)

@@ -53,8 +53,8 @@ def quantize_checkpoint(
     """Writes `out`, a directory that must not exist yet; one layer at a time is in memory.
 
     sample: token ids, a tensor a text; without any, weights are rounded to the nearest. described: what the config
-    says of the source (formats.metadata). `int8_embedding` stores it, and the head, in
-    int8 too. `finish` adds files to the directory before it is renamed.
+    says of the source (formats.metadata). `finish` adds files to the directory before it is renamed. `int8_embedding`
+    stores the embedding, and the head, in int8 too.
     """
     if checkpoint.int8_format is not None:
         raise UnsupportedModel("weights", checkpoint.int8_format.title, "a checkpoint that is not quantised yet")

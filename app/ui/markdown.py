@@ -63,9 +63,8 @@ class Pieces:
             self._settled, self._text, self._look_at = [], "", 0
         while len(rest := text[len(self._text) :]) >= max(self._look_at, _PIECE_CHARS):
             end = _cut(rest)
-            self._look_at = (
-                0 if end else len(rest) + len(rest) // 4
-            )  # blocks without an end are not read at each update
+            # Blocks without an end are not read at each update.
+            self._look_at = 0 if end else len(rest) + len(rest) // 4
             if end:
                 self._settled.append(harmless(rest[:end]))
                 self._text += rest[:end]

@@ -15,9 +15,8 @@ from kernels.attention_decode.ref import Packed
 from kernels.kv4_pack import int4pack as layout
 
 _product = torch.ops.aten._weight_int4pack_mm_for_cpu
-_units: dict[
-    tuple[int, int], Tensor
-] = {}  # the product's own scales and zeros, all one and zero: (groups, rows) grown as needed
+# The product's own scales and zeros, all one and zero, by `_unit_scales`' key; they grow as needed.
+_units: dict[tuple[int, int], Tensor] = {}
 
 
 def declines(device: torch.device, head_dim: int, group: int = 1) -> str | None:
