@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from kernels.registry import first_line
+
 try:
     import triton
     import triton.language as tl
@@ -45,5 +47,5 @@ def _failure(trial: Callable[..., object], device: torch.device, *shape: int) ->
         trial(device, *shape)
         torch.cuda.synchronize(device)
     except Exception as error:  # a compiler, a missing header or the driver: each fails in its own way
-        return f"does not run here ({(str(error) or repr(error)).splitlines()[0]})"
+        return f"does not run here ({first_line(error)})"
     return None

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from kernels import compiled
+from kernels.registry import first_line
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
@@ -94,7 +95,7 @@ def cannot_load(device: torch.device, load: Callable[[], object]) -> str | None:
     try:
         load()
     except (CudaError, ValueError, OSError) as error:
-        return f"cannot be compiled: {str(error).splitlines()[0]}"
+        return f"cannot be compiled: {first_line(error)}"
     return None
 
 

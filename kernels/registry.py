@@ -58,6 +58,11 @@ def _reasons(declined: dict[str, str]) -> str:
     return "" if not declined else " (" + "; ".join(f"{name}: {why}" for name, why in declined.items()) + ")"
 
 
+def first_line(error: Exception) -> str:
+    """What a reason says of an error; compilers tell pages, and some errors nothing but their kind."""
+    return (str(error).strip() or repr(error)).splitlines()[0]
+
+
 def always(device: torch.device, **traits: Any) -> str | None:
     """A reference serves everything."""
     return None

@@ -59,14 +59,9 @@ def tuning(head_dim: int, shared_limit: int) -> Tuning:
 
 def declines(device: torch.device, head_dim: int, group: int = 1) -> str | None:
     """Serves what the fragment layout serves, if the kernel can be compiled and loaded."""
-    reason = layout_of_this.declines(device, head_dim, group)
-    if reason:
-        return reason
-    try:
-        _plan(torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device()), head_dim)
-    except (nvrtc.CudaError, ValueError) as error:
-        return f"cannot be compiled: {str(error).splitlines()[0]}"
-    return None
+    return layout_of_this.declines(device, head_dim, group) or nvrtc.cannot_load(
+        device, lambda: _plan(nvrtc.indexed(device), head_dim)
+    )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention_prefill import ref
+from kernels.registry import first_line
 
 
 @cache
@@ -27,5 +28,5 @@ def wrong(
         want, want_lse = ref.attend_rows(q, k, v, scale=0.1, causal=True)
         far = (out - want).float().norm() > 0.02 * want.float().norm() or (lse - want_lse).abs().max() > 0.02
     except Exception as error:  # a library and its compiler fail in any way
-        return f"does not run here ({(str(error) or repr(error)).splitlines()[0]})"
+        return f"does not run here ({first_line(error)})"
     return "gives another result than the reference" if far else None

@@ -5,6 +5,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kernels.registry import first_line
+
 
 @cache
 def _works() -> str | None:
@@ -15,7 +17,7 @@ def _works() -> str | None:
         if not torch.equal(matmul(codes, prepack(weight), torch.ones(4)), exact):
             return "oneDNN's int8 linear is not exact on this processor"
     except (RuntimeError, AttributeError) as error:
-        return f"oneDNN's int8 linear is not in this build of torch ({str(error).splitlines()[0]})"
+        return f"oneDNN's int8 linear is not in this build of torch ({first_line(error)})"
     return None
 
 

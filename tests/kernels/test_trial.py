@@ -26,6 +26,11 @@ def test_a_source_that_does_not_compile_is_told_in_one_line(monkeypatch):
     assert nvrtc.cannot_load(CPU, load) == "cannot be compiled: kernel.cu(7): error: no such thing"
     assert nvrtc.cannot_load(CPU, lambda: None) is None
 
+    def wordless():
+        raise OSError
+
+    assert nvrtc.cannot_load(CPU, wordless) == "cannot be compiled: OSError()"
+
 
 def test_a_librarys_attention_is_compared_before_it_serves():
     def top_left(q, k, v, *, scale, causal):
