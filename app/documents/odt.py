@@ -61,6 +61,7 @@ def _blocks(parent: etree._Element, notes: list[str], marker: str = "") -> Itera
             yield "\n".join(
                 " | ".join(" ".join(_inline(p, notes) for p in cell.iter(*_PARAGRAPHS)) for cell in _cells(row))
                 for row in child.iter(_TABLE + "table-row")
+                if next(row.iterancestors(_TABLE + "table")) is child  # a table within a cell is told there
             )
         elif child.tag == _TEXT + "soft-page-break":
             yield "\f"

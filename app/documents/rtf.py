@@ -11,7 +11,7 @@ from app.documents.document import Extract, Limits, count, paginate
 from app.errors import BadDocument
 
 _CODEPAGE = re.compile(rb"\\ansicpg(\d{1,5})")
-_PAGE = re.compile(r"\\page(?![a-z])[ ]?")
+_PAGE = re.compile(r"(\\\\)|\\page(?![a-z])[ ]?")  # a backslash in the text is two of them
 
 
 def read(data: bytes, name: str, limits: Limits) -> Extract:
@@ -24,7 +24,7 @@ def read(data: bytes, name: str, limits: Limits) -> Extract:
         encoding = "cp1252"
     source = data.decode(encoding, "replace")
     try:
-        text = rtf_to_text(_PAGE.sub(r"\\'0c", source), encoding, "replace")
+        text = rtf_to_text(_PAGE.sub(lambda found: found[1] or r"\'0c", source), encoding, "replace")
     except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
         raise BadDocument(f"{name} is a damaged RTF file: {error}. Open it and save it again.") from error
     # Characters outside of the first plane come as two halves each.

@@ -60,6 +60,9 @@ def test_odt_gives_what_a_person_reads(tmp_path: Path) -> None:
     ]
     assert second == "behind.\n\n[note 1] The note.\n\n"
     assert read(tmp_path, odt("<text:p>words</text:p>"), "renamed").kind == "odt"
+    cell, inner = "<table:table-row><table:table-cell>{}</table:table-cell></table:table-row>", "<text:p>inner</text:p>"
+    nested = cell.format(f"<text:p>outer</text:p><table:table>{cell.format(inner)}</table:table>")
+    assert read(tmp_path, odt(f"<table:table>{nested}</table:table>"), "a.odt").text.split() == ["outer", "inner"]
     listed = read(tmp_path, archive({"docs/a.odt": odt("<text:p>words inside</text:p>")}), "all.zip")
     assert "words inside" in listed.text
 
@@ -118,6 +121,12 @@ def test_rtf_gives_its_text_and_pages(tmp_path: Path) -> None:
     assert document.slice(2, 2).strip() == "Привет"
     assert document.warnings == ()
     assert read(tmp_path, RTF.encode("ascii"), "letter.doc").kind == "rtf"  # as some programs name it
+
+
+def test_a_backslash_before_a_word_is_no_page_of_an_rtf(tmp_path: Path) -> None:
+    document = read(tmp_path, rb"{\rtf1 see C:\\page and C:\\pages\page behind}", "paths.rtf")
+    assert document.slice(1, 1).strip() == r"see C:\page and C:\pages"
+    assert document.slice(2, 2).strip() == "behind"
 
 
 def test_damaged_rtf_is_told(tmp_path: Path) -> None:
