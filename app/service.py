@@ -426,7 +426,7 @@ class ChatService:
         owner.chats.delete(chat.id)
         self.library.sweep(self.forget)
         if paths and (snapshots := self._snapshots) is not None:
-            snapshots.forget_paths(paths, self.library.paths(paths[0]), self.library.named())
+            snapshots.forget_paths(paths, self.library.paths(paths), self.library.named())
 
     @property
     def _snapshots(self) -> SnapshotStore | None:

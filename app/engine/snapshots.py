@@ -190,8 +190,10 @@ class SnapshotStore:
         self._give_up(lambda job: any(_begins(path, job.ids) for path in own))
         with self._changed:
             keys = set().union(*map(self._along, own))
-            for path in others:
+        for path in others:  # read from the disk, while nobody waits for the lock
+            with self._changed:
                 keys -= self._along(np.asarray(path, dtype=np.int64))
+        with self._changed:
             self._release(keys, wanted)
 
     def drop(self, which: Callable[[Snapshot], bool]) -> None:

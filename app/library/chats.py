@@ -126,16 +126,16 @@ class ChatStore:
                 labels.update(label.decode() for label in _NAMED.findall(path.read_bytes()))
         return labels
 
-    def paths(self, like: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """Token ids of every branch of every chat that begins with the same tokens as `like`."""
-        want = np.asarray(like[:_ALIKE], dtype="<i4").tobytes()
+    def paths(self, likes: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+        """Token ids of every branch of every chat with one that begins with the same tokens as one of `likes`."""
+        wanted = {np.asarray(like[:_ALIKE], dtype="<i4").tobytes() for like in likes}
         for path in names_in(self.folder, ".json"):
             plain = self._read(path.stem)
             if plain is None:
                 continue
-            start, count, _ = plain["turns"][0]["prompt"]
-            have = self._ids(path.stem, start, 4 * min(count, _ALIKE))
-            if have and want.startswith(have[: len(want)]):
+            places = _beginnings(plain["turns"])
+            begins = [self._ids(path.stem, start, 4 * min(count, _ALIKE)) for start, count in places if count]
+            if any(have and want.startswith(have[: len(want)]) for have in begins for want in wanted):
                 yield from self._chat(plain, lambda label: None).paths()
 
     def tidy(self, before: float) -> None:
@@ -216,6 +216,16 @@ def _is_chat(plain: dict[str, Any]) -> bool:
         return False
     right = all(isinstance(text, str) for text in texts) and all(isinstance(at, int | float) for at in times)
     return bool(turns) and linked and right and {"system", "ids_of"} <= set(plain)
+
+
+def _beginnings(turns: Sequence[dict[str, Any]]) -> Iterator[tuple[int, int]]:
+    """Where the ids of each turn lie, and how many, that has no answered one in front of it."""
+    in_front: set[str | None] = {None}
+    for turn in turns:
+        if turn["parent"] in in_front:
+            yield turn["prompt"][0], turn["prompt"][1]
+            if not turn["answered"]:
+                in_front.add(turn["id"])
 
 
 def _title(question: str) -> str:

@@ -175,10 +175,10 @@ class Library:
         """Labels of the documents that a list, a chat or a program names."""
         return self.also_named().union(*(owner.labels() for owner in self._all()))
 
-    def paths(self, like: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Token ids of every branch of every chat that begins with the same tokens as `like`."""
+    def paths(self, likes: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:
+        """As `ChatStore.paths`, of everybody's chats."""
         for owner in self._all():
-            yield from owner.chats.paths(like)
+            yield from owner.chats.paths(likes)
 
     def sweep(self, tell: Callable[[str], None] = lambda label: None, before: float = float("inf")) -> None:
         """Delete documents, written before a time, that nothing names any more; `tell` hears which."""

@@ -169,6 +169,25 @@ def test_a_damaged_chat_or_list_costs_no_document_and_nobody_else(tmp_path: Path
     assert [shelved.label for shelved in Library(tmp_path).owner("a secret").documents()] == [label]
 
 
+def test_other_chats_with_the_same_beginning_are_found_whichever_branch_has_it(tmp_path: Path) -> None:
+    owner = Library(tmp_path).owner("a secret")
+    alone, other, late = Chat(), Chat(), Chat()
+    alone.add(Turn("What?", (), (7, 8), (9,), "x", "stop"))
+    other.add(Turn("What?", (), tuple(range(600)), (9,), "x", "stop"))
+    other.head = None
+    other.add(Turn("What else?", (), (7, 8, 3), (9,), "x", "stop"))  # the question was edited: another beginning
+    late.begin("Too long?")  # failed before there were ids; what is asked behind it begins the prompt
+    late.add(Turn("And this?", (), (5, 5), (9,), "x", "stop"))
+    late.add(Turn("Then?", (), (6, 6), (9,), "x", "stop"))
+    for chat in (alone, other, late):
+        owner.save_chat(chat)
+    edited = {(*range(600), 9), (7, 8, 3, 9)}
+    assert set(owner.chats.paths([(7, 8, 3)])) == {(7, 8, 9), *edited}
+    assert set(owner.chats.paths([tuple(range(900))])) == edited
+    assert (5, 5, 9, 6, 6, 9) in set(owner.chats.paths([(1,), (5,)]))
+    assert list(owner.chats.paths([(6, 6), (9,)])) == []
+
+
 def test_chats_are_found_renamed_exported_and_deleted(tmp_path: Path, document: Document) -> None:
     owner = Library(tmp_path).owner("a secret")
     chat, other = _chat(document), Chat()
