@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import secrets
 import shutil
@@ -18,6 +19,8 @@ from app.chat import Selection
 from app.documents import Document, read_safely
 from app.library.files import names_in, read_json
 from models.files import sweep, writing
+
+log = logging.getLogger(__name__)
 
 MAX_FILES = 1000
 MAX_BYTES = 16 << 30
@@ -124,12 +127,18 @@ class FileStore:
             return {file.label for file in self._all()}
 
     def tidy(self, before: float) -> None:
-        """Delete contents written before a time that no facts belong to: a program was killed between the two."""
-        sweep(self._folder)
-        for path in names_in(self._folder, ".bin"):
-            with suppress(FileNotFoundError):
-                if not path.with_suffix(".json").exists() and path.stat().st_mtime < before:
-                    path.unlink()
+        """Delete contents written before a time that no facts belong to: a program was killed between the two.
+
+        Never fails.
+        """
+        try:
+            sweep(self._folder)
+            for path in names_in(self._folder, ".bin"):
+                with suppress(FileNotFoundError):
+                    if not path.with_suffix(".json").exists() and path.stat().st_mtime < before:
+                        path.unlink()
+        except OSError as error:
+            log.warning("The stored files could not be tidied: %s", error)
 
     def _remember(self, file_id: str, document: Document) -> None:
         self._texts[file_id] = document

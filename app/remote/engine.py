@@ -65,7 +65,12 @@ class RemoteEngine:
                 raise self._told(error) from error
             return [model.model_dump() for model in found.data]
 
-        return asyncio.run_coroutine_threadsafe(listed(), self._loop).result(2 * _CONNECT_S)
+        waited = asyncio.run_coroutine_threadsafe(listed(), self._loop)
+        try:
+            return waited.result(2 * _CONNECT_S)
+        except TimeoutError as error:  # a few bytes now and then: no single reading of them took long
+            waited.cancel()
+            raise RemoteError(f"{self.base_url} does not finish its list of models. See whether it runs.") from error
 
     def submit(self, body: dict[str, Any], prompt_tokens: int, on_done: Callable[[Done], None]) -> Generation:
         """Ask for an answer: `body` as the API has it, with "messages" or "prompt"; `prompt_tokens` is an estimate."""

@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -14,6 +15,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
+import app.remote.engine
 from app.__main__ import main
 from app.api import add_api
 from app.config import Settings
@@ -108,6 +110,26 @@ def test_the_api_tells(other: tuple[str, Broken], service: RemoteService, tmp_pa
             assert "broke off" in json.loads(lines[-1].removeprefix("data: "))["error"]["message"]
     server.should_exit = True
     thread.join(10)
+
+
+def test_a_list_of_models_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.remote.engine, "_CONNECT_S", 0.2)
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def trickle() -> None:
+            connection, _ = listening.accept()
+            with connection, suppress(OSError):
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 999\r\n\r\n")
+                while not over.wait(0.05):
+                    connection.sendall(b" ")
+
+        threading.Thread(target=trickle, daemon=True).start()
+        engine = app.remote.engine.RemoteEngine(f"http://127.0.0.1:{listening.getsockname()[1]}/v1", "")
+        with pytest.raises(RemoteError, match="does not finish its list of models"):
+            engine.models()
+        over.set()
+        engine.close()
 
 
 def test_a_server_that_comes_later_is_found(start: Start, capsys: pytest.CaptureFixture[str]) -> None:

@@ -251,6 +251,7 @@ def test_a_folder_that_cannot_be_looked_into_is_not_empty(
     for act in (owner.chats.find, owner.chats.documents, library.sweep):
         with pytest.raises(PermissionError):
             act()  # type: ignore[operator]
+    FileStore(tmp_path / "files").tidy(0)  # a start goes on without it
     monkeypatch.undo()
     library.sweep()
     assert library.documents.has(label)
