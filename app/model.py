@@ -25,7 +25,7 @@ from app.prompt import PromptTokenizer
 from app.tokenizer import Tokenizer
 from models.cache.plan import MemoryPlan, plan_memory
 from models.cache.shape import CacheShape
-from models.checkpoint import open_checkpoint
+from models.checkpoint import Checkpoint, open_checkpoint
 from models.config import ModelConfig
 from models.errors import BadCheckpoint, BadPattern
 from models.heads import HeadPattern, default_pattern, fetch_pattern
@@ -102,6 +102,7 @@ def open_model(settings: Settings, progress: LoadProgress) -> OpenModel:
     progress("Reading the tokenizer", 0.05)
     tokenizer = Tokenizer(files.path)
     checkpoint = open_checkpoint(files.path)
+    settings = _as_stored(settings, checkpoint)
     config = checkpoint.config
     pattern, pattern_note = choose_pattern(files, settings)
     if pattern is not None:
@@ -127,7 +128,11 @@ def open_model(settings: Settings, progress: LoadProgress) -> OpenModel:
     reading = lambda done: progress("Reading the weights", 0.1 + 0.8 * done)  # noqa: E731
     runner = build_runner(checkpoint, pattern, settings, reading, losses)
     progress("Preparing the kernels", 0.92)
-    runner.warm_up()
+    try:
+        runner.warm_up()
+    except BaseException:
+        runner.release()
+        raise
     plan = runner.plan
     return OpenModel(
         name=files.name,
@@ -211,7 +216,7 @@ def plan_context(
     if context is not None and context < 1:
         raise UsageError(f"--context is {context}; it must be at least 1 token.")
     device = torch.device("cuda" if gpu else "cpu")
-    config, pattern = _plan_inputs(settings, config_file)
+    config, pattern, settings = _plan_inputs(settings, config_file)
     _, shape = resolve_shape(config, pattern, settings, device)
     chunk = settings.chunk or CHUNKS[device.type][-1]
     if context is None:
@@ -220,24 +225,30 @@ def plan_context(
     return plan, config, shape
 
 
-def _plan_inputs(settings: Settings, config_file: Path | None) -> tuple[ModelConfig, HeadPattern | None]:
+def _as_stored(settings: Settings, checkpoint: Checkpoint) -> Settings:
+    """The settings as the weights on disk have them: an embedding that is in int8 there stays so."""
+    return replace(settings, embedding="int8") if checkpoint.int8_embedding else settings
+
+
+def _plan_inputs(settings: Settings, config_file: Path | None) -> tuple[ModelConfig, HeadPattern | None, Settings]:
     model = settings.model or (DEFAULT_HUB_MODEL if torch.cuda.is_available() else EMBEDDED_MODEL)
     on_disk = model == EMBEDDED_MODEL or Path(model).expanduser().exists()
     if config_file is None and on_disk:
         files = find_model(replace(settings, model=model))
-        return open_checkpoint(files.path).config, choose_pattern(files, settings)[0]
+        checkpoint = open_checkpoint(files.path)
+        return checkpoint.config, choose_pattern(files, settings)[0], _as_stored(settings, checkpoint)
     file = config_file or _config_from_hub(model)
     try:
         config = ModelConfig.from_hf(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise UsageError(f"{file} cannot be read as a config.json: {error}.") from error
     if settings.pattern is not None:
-        return config, HeadPattern.load(settings.pattern)
+        return config, HeadPattern.load(settings.pattern), settings
     if config_file is None and default_pattern(model) is None:
-        return config, None
+        return config, None, settings
     # Only how many heads keep everything counts for memory, not which: these are spread evenly over the layers.
     scores = np.arange(config.num_layers * config.num_kv_heads, dtype=np.float64).reshape(config.num_kv_heads, -1).T
-    return config, replace(HeadPattern.all_retrieval(config), scores=scores)
+    return config, replace(HeadPattern.all_retrieval(config), scores=scores), settings
 
 
 def _told(pattern: HeadPattern, settings: Settings) -> tuple[HeadPattern, str]:

@@ -44,6 +44,11 @@ class Checkpoint(ABC):
         Only a checkpoint with an `int8_format` has int8 weights.
         """
 
+    @property
+    def int8_embedding(self) -> bool:
+        """Whether the embedding is in int8, as it then stays."""
+        return False
+
     def load_float(self, name: str) -> torch.Tensor:
         """As `load`, int8 weights multiplied out to fp32."""
         tensor = self.load(name)
@@ -106,6 +111,10 @@ class _SafetensorsCheckpoint(Checkpoint):
                 self.config = replace(config, tied_embeddings=False)
         shapes = {name: shape for name, shape in shapes.items() if not _REDUNDANT.match(name)}
         _check_tensors(path, {name: self.config.tensor_shapes()[name] for name in self.names()}, shapes)
+
+    @property
+    def int8_embedding(self) -> bool:
+        return self.int8_format is not None and self._stored[_EMBEDDING].dtype == "I8"
 
     def load(self, name: str) -> torch.Tensor | QuantizedWeight:
         form = self.int8_format

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import huggingface_hub
 import numpy as np
@@ -14,11 +15,15 @@ import torch
 from huggingface_hub import errors
 
 import app.model
-from app.config import DEFAULT_HUB_MODEL, Settings
+from app.config import DEFAULT_HUB_MODEL, Embedding, Settings
 from app.errors import OctavoError, UsageError
 from app.model import ModelFiles, choose_pattern, find_model, plan_context
+from models.checkpoint import open_checkpoint
 from models.errors import BadPattern
 from models.heads import HeadPattern
+from models.quantize import quantize_checkpoint
+from quant import formats
+from tests.models.tiny import tiny_model
 
 LLAMA3_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -162,6 +167,19 @@ def test_the_plan_of_the_embedded_model_needs_no_pattern(monkeypatch: pytest.Mon
     assert config.max_positions == 8192
     assert plan.bytes_per_token == 30 * 3 * 2 * (64 // 2 + 4)
     assert 130e6 < plan.weights_bytes < 270e6
+
+
+def test_an_embedding_that_is_stored_in_int8_is_planned_so(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "in")
+    planned = {}
+    for name, int8 in (("plain", False), ("narrow", True)):
+        described = formats.metadata("tiny", "r1", {}, None)
+        source = open_checkpoint(tmp_path / "in")
+        quantize_checkpoint(source, tmp_path / name, [], described, torch.device("cpu"), int8_embedding=int8)
+        for told in get_args(Embedding):
+            settings = Settings(model=str(tmp_path / name), embedding=told)
+            planned[name, told] = plan_context(settings, 64, gpu=False)[0].weights_bytes
+    assert planned["narrow", "bf16"] == planned["narrow", "int8"] == planned["plain", "int8"] < planned["plain", "bf16"]
 
 
 def test_plans_that_cannot_be_made_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config_file: Path) -> None:
