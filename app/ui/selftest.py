@@ -49,7 +49,7 @@ class _Run:
 
 def self_test_form(service: ChatService, session: gr.State, changed: Sequence[Any]) -> None:
     """Chooses a document and the number of facts; `changed` are parts that change, or open, when documents do."""
-    runs: dict[str, _Run] = {}  # by tab
+    runs: dict[str, _Run | None] = {}  # by tab; None while one is made ready
     gr.HTML(_WHAT, elem_id="oc-self-test-about", apply_default_css=False)
     with gr.Row(elem_id="oc-self-test-row"):
         name = gr.Dropdown([], label="Document", elem_id="oc-self-test-document")
@@ -68,12 +68,14 @@ def self_test_form(service: ChatService, session: gr.State, changed: Sequence[An
             yield {chart: "<p>Add a document first.</p>"}
             return
         if session.token in runs:
+            yield {chart: gr.skip()}  # without a word every part would be emptied
             return
         title = chosen if chosen in sources else next(iter(sources))
-        yield {start: gr.Button(visible=False), stop: gr.Button(visible=True), chart: "<p>Preparing …</p>"}
         page = session.page
         run: _Run | None = None
+        runs[session.token] = None
         try:
+            yield {start: gr.Button(visible=False), stop: gr.Button(visible=True), chart: "<p>Preparing …</p>"}
             run = runs[session.token] = _Run(await asyncio.to_thread(service.self_test, sources[title], int(facts)))
             shown = ""
             while run.running and session.page == page:  # a page that is closed asks no further
