@@ -91,7 +91,7 @@ def walk(page: Page, site: Site, document: Path) -> Iterator[str]:
     yield "engine"
     page.keyboard.press("Escape")
     page.click("#oc-heads > button")
-    page.wait_for_selector("#oc-heads-preview:has-text('head')")
+    page.wait_for_selector("#oc-heads-picture img")
     yield "heads"
     page.click("#oc-heads > button")
     script.fail_decode = UsageError("The device is out of memory: 80.0 GB are there. Ask with fewer pages.")
@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> None:
                 if not (args.all or shown):
                     continue
                 endless = Script(capacity=None, recent=250, token_s=0.002)
-                for script, states in ((Script(), walk), (endless, walk_endless)):
+                for script, states in ((Script(patterned=True), walk), (endless, walk_endless)):
                     site = start(script)
                     page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
                     page.goto(site.url)

@@ -57,7 +57,7 @@ def test_states(
     document = write(tmp_path)
     wrong: list[str] = []
     endless = Script(capacity=None, recent=250, token_s=0.002)
-    for script, states in ((Script(), walk), (endless, walk_endless)):
+    for script, states in ((Script(patterned=True), walk), (endless, walk_endless)):
         site = start_site(script)
         page = open_page(site.url, viewport={"width": width, "height": height}, color_scheme=scheme)
         for name in states(page, site, document):
