@@ -8,6 +8,8 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,6 +26,16 @@ _own: tuple[Path, BinaryIO] | None = None
 def new_folder() -> Path:
     """A new empty folder; whoever asks deletes it, and the program's end does it at the latest."""
     return Path(tempfile.mkdtemp(dir=_root()))
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A new empty folder that is gone with the block."""
+    path = new_folder()
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def sweep() -> None:

@@ -85,14 +85,11 @@ def files_router(service: ChatService, store: FileStore) -> APIRouter:
 
 def _keep(store: FileStore, file: UploadFile, purpose: str, owner: str) -> Any:
     assert file.filename is not None
-    folder = scratch.new_folder()
-    try:
+    with scratch.temporary_folder() as folder:
         path = folder / "upload"
         with path.open("wb") as target:
             shutil.copyfileobj(file.file, target, 1 << 20)
         return store.add(path, file.filename, purpose, owner)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _delete(service: ChatService, store: FileStore, file_id: str, owner: str) -> None:
@@ -118,10 +115,7 @@ def open_document(store: FileStore, ref: FileRef, owner: str) -> Document:
         data = base64.b64decode(body or head, validate=True)
     except ValueError as error:  # also for letters that are no ASCII
         raise ApiError(f"file_data is no base64: {error}.", param="messages") from error
-    folder = scratch.new_folder()
-    try:
+    with scratch.temporary_folder() as folder:
         path = folder / "inline"
         path.write_bytes(data)
         return read_safely(path, ref.filename or "document")
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

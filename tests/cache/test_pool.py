@@ -40,10 +40,10 @@ def test_too_many_takes_none():
 
 
 def test_read_gives_back_what_was_written_in_any_order_of_ids():
-    (pool,) = _pool(8).stores
+    (store,) = _pool(8).stores
     keys, values = torch.randn(2, 1, 3 * BLOCK, 16)
-    pool.write(slice(0, 1), [5, 2, 3], keys, values)
-    read = list(pool.read(slice(0, 1), [5, 2, 3], 8192))
+    store.write(slice(0, 1), [5, 2, 3], keys, values)
+    read = list(store.read(slice(0, 1), [5, 2, 3], 8192))
     assert [k.shape[1] for k, _ in read] == [BLOCK, 2 * BLOCK]
     assert torch.equal(torch.cat([k for k, _ in read], 1), keys)
     assert torch.equal(torch.cat([v for _, v in read], 1), values)
