@@ -16,7 +16,7 @@ from models.decoder import Decoder, Layer
 from models.errors import BadCheckpoint, UnsupportedModel
 from models.turn import FOLDED, rotate_values, turn_residual
 from quant import kv4, llm_int8
-from quant.formats import QuantizedWeight
+from quant.formats import QuantizedWeight, as_float
 from quant.llm_int8 import LlmInt8Linear
 from quant.w8a8 import DenseLinear, Head, Linear, W8A8Head, W8A8Linear, dense_dtype, int8_head, quantize_weight
 
@@ -94,9 +94,7 @@ def _ends(how: Build, embedding: Weight, head: Weight | None) -> tuple[Weight, H
     """Embedding and output head; `head` is None where it is the embedding's weight."""
     if not (how.int8_embedding or isinstance(embedding, QuantizedWeight)):
         placed = how.place(embedding)
-        if isinstance(head, QuantizedWeight):
-            head = head.dequantize()
-        return placed, how.make_head(placed if head is None else how.place(head), None)
+        return placed, how.make_head(placed if head is None else how.place(as_float(head)), None)
     rounded = embedding if isinstance(embedding, QuantizedWeight) else QuantizedWeight(*quantize_weight(embedding))
     rounded = rounded.to(how.device)
     return rounded, W8A8Linear.from_float(rounded if head is None else head.to(how.device))
@@ -133,8 +131,7 @@ def load_decoder(
             return LlmInt8Linear(weight, bias)
         if weights == "w8a8" and (form is None or isinstance(weight, QuantizedWeight)):
             return W8A8Linear.from_float(weight, bias)
-        plain = weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
-        return DenseLinear(plain.to(torch.float32 if weights == "fp32" else torch.bfloat16), bias)
+        return DenseLinear(as_float(weight).to(torch.float32 if weights == "fp32" else torch.bfloat16), bias)
 
     how = Build(
         mask,

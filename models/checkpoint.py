@@ -19,7 +19,7 @@ from models.errors import BadCheckpoint, UnsupportedModel
 from models.gguf import GgufFile, read_gguf
 from models.rope import inverse_frequencies
 from models.turn import FOLDED
-from quant.formats import QSERVE, Int8Format, QuantizedWeight, UnreadableFormat, int8_format
+from quant.formats import QSERVE, Int8Format, QuantizedWeight, UnreadableFormat, as_float, int8_format
 
 _INDEX = "model.safetensors.index.json"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -51,8 +51,7 @@ class Checkpoint(ABC):
 
     def load_float(self, name: str) -> torch.Tensor:
         """As `load`, int8 weights multiplied out to fp32."""
-        tensor = self.load(name)
-        return tensor.dequantize() if isinstance(tensor, QuantizedWeight) else tensor
+        return as_float(self.load(name))
 
     def names(self) -> list[str]:
         """Every tensor's name, in the order of the forward pass; no lm_head when it is tied to the embedding."""

@@ -18,7 +18,7 @@ from models.config import ModelConfig
 from models.decoder import Decoder, Layer
 from models.errors import UnsupportedModel
 from quant import kv4
-from quant.formats import QuantizedWeight
+from quant.formats import QuantizedWeight, as_float
 from quant.w8a8 import DenseLinear
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -75,8 +75,7 @@ def measure_losses(
     turned = form is not None and form.turned
 
     def linear(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> DenseLinear:
-        plain = weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
-        return DenseLinear(plain.float(), bias)
+        return DenseLinear(as_float(weight).float(), bias)
 
     every = np.ones((config.num_layers, config.num_kv_heads), dtype=bool)
     how = Build(every, linear, DenseLinear, lambda t: t.to(device), form is None, False, device, turned)

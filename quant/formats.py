@@ -52,6 +52,11 @@ class QuantizedWeight:
         return QuantizedWeight(torch.cat([part.codes for part in parts]), torch.cat([part.scale for part in parts]))
 
 
+def as_float(weight: Tensor | QuantizedWeight) -> Tensor:
+    """A weight [out, in] as it is, or in fp32 where it has codes."""
+    return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+
+
 @dataclass(frozen=True)
 class Int8Format:
     """Names of a layout: the scales of `x.weight` are under `x` + `scale`, times `factor`.

@@ -7,7 +7,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from quant.formats import QuantizedWeight
+from quant.formats import QuantizedWeight, as_float
 from quant.w8a8 import DenseLinear, Rows
 
 _THRESHOLD = 6.0  # inputs beyond it count as outliers, as in the paper
@@ -26,7 +26,7 @@ class LlmInt8Linear(DenseLinear):
     def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> None:
         from bitsandbytes.nn import Int8Params, Linear8bitLt
 
-        plain = weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+        plain = as_float(weight)
         rows, columns = plain.shape
         # Of the dense layer only its dtype is used: what this product takes.
         super().__init__(plain.new_empty(0, columns, dtype=torch.float16 if plain.is_cuda else torch.float32), bias)

@@ -5,7 +5,7 @@ Nothing about a step depends on the host then, so that one captured graph serves
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ class LiveCache:
     """Unpacked tokens and windows of one sequence at a time, in buffers that never move.
 
     Use: `take` a cache, then `begin(1)`, `attend` once a layer and `commit` for each token, and `give` it back. The
-    host lists the blocks that a token will fill (`list_blocks`) before its step; everything else is counted on the
+    host lists the blocks that a token will fill (`catch_up`) before its step; everything else is counted on the
     device.
     """
 
@@ -57,7 +57,7 @@ class LiveCache:
             own.copy_(theirs)
         self.position.fill_(cache.length)
         self._listed = 0
-        self.list_blocks(cache.reserved)
+        self.catch_up(cache)
 
     def give(self, cache: DuoCache, length: int) -> None:
         """Gives the sequence back with `length` tokens: all of them, or all but the last one.
@@ -80,11 +80,8 @@ class LiveCache:
         return all(choice.backend.name == "fragment" for choice in chosen)
 
     def catch_up(self, cache: DuoCache) -> None:
-        """Tells the device the blocks of the sequence that it does not know yet."""
-        self.list_blocks(cache.reserved)
-
-    def list_blocks(self, ids: Sequence[int]) -> None:
-        """Tells the device those of a sequence's blocks that it does not know yet; a few cost no wait for it."""
+        """Tells the device the blocks of the sequence that it does not know yet; a few cost no wait for it."""
+        ids = cache.reserved
         new = ids[self._listed :]
         if len(new) > 8:
             self._table[self._listed : len(ids)] = torch.tensor(new, dtype=torch.int32).to(self._table.device)
