@@ -168,10 +168,7 @@ def comparison(heads: Heads, chosen: Settings, context: int, chunk: int) -> str:
 
 def _picture(heads: Heads, context: int) -> str:
     if heads.pattern is None:
-        return (
-            ""
-            if heads.settings.mode == "endless"
-            else "<p>This model has no head pattern: every head keeps everything.</p>"
-        )
+        endless = heads.settings.mode == "endless"
+        return "" if endless else "<p>This model has no head pattern: every head keeps everything.</p>"
     png = base64.b64encode(heads.picture(context)).decode()
     return f'<img alt="Scores of all heads, and what each ratio costs" src="data:image/png;base64,{png}">'

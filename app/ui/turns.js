@@ -190,13 +190,13 @@ addEventListener(
   true,
 );
 function decorate() {
-  const told = find("#oc-turns [data-turns]");
-  if (told && told.dataset.turns !== facts) {
-    facts = told.dataset.turns;
+  const given = find("#oc-turns [data-turns]");
+  if (given && given.dataset.turns !== facts) {
+    facts = given.dataset.turns;
     const all = JSON.parse(facts);
     turns = all.map((turn, at) => ({ ...turn, key: JSON.stringify([at, at === all.length - 1, turn]) }));
-    first = Number(told.dataset.first);
-    moveTo(told.dataset.chat);
+    first = Number(given.dataset.first);
+    moveTo(given.dataset.chat);
   }
   const rows = [...document.querySelectorAll("#oc-chat .bot-row")];
   rows.forEach((row, at) => {

@@ -24,8 +24,8 @@ WELCOME = """
   <p class="oc-lead">Add one or more files, ask a question, and read the answer as it is written.
     Nothing leaves this machine.</p>
   <button type="button" class="oc-primary" data-do="add">Add documents</button>
-  <p class="oc-kinds">PDF, Word, EPUB, HTML, Markdown, text, notebooks, source code; folders and zip archives
-    of them. Drop them anywhere, or paste a long text.</p>
+  <p class="oc-kinds">PDF, Word, OpenDocument, RTF, EPUB, HTML, Markdown, text, notebooks, source code; folders, zip and
+    tar archives of them. Drop them anywhere, or paste a long text.</p>
   <ul class="oc-examples" aria-label="Example questions">
     <li><button type="button" data-example>Summarise this document in five sentences.</button></li>
     <li><button type="button" data-example>Which people, places and dates does it name?</button></li>
