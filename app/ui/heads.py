@@ -120,9 +120,10 @@ def heads_panel(service: ChatService, session: gr.State, changed: Sequence[gr.HT
             work.result()
         except Exception as error:
             kept = " The settings before are in force." if service.ready else ""
-            yield opened() | {note: f'<p class="oc-lost">{escape(describe(error)[0])}{kept}</p>'}
-            return
-        yield opened() | {note: '<p class="oc-found">These settings are in force now.</p>'}
+            said = f'<p class="oc-lost">{escape(describe(error)[0])}{kept}</p>'
+        else:
+            said = '<p class="oc-found">These settings are in force now.</p>'
+        yield await asyncio.to_thread(opened) | {note: said}  # the picture takes a moment, in which others ask
 
     quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_limit": None}
     everything = [about, row, *fields.values(), preview, use, note, picture]
