@@ -5,16 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from app.documents.read import read_document
 from app.errors import BadDocument, UsageError
-
-if TYPE_CHECKING:
-    from app.model import TextTokenizer
+from app.tokenizer import TextTokenizer
 
 _SAMPLES = Path(__file__).parent / "samples"
 _OWN_CODE = Path(__file__).parents[1] / "models"

@@ -15,14 +15,12 @@ import torch
 from app.config import DEFAULT_HUB_MODEL, EMBEDDED_MODEL, Settings
 from app.embedded import embedded_model_path
 from app.engine import engine
-from app.engine.detokenize import TokenBytes
 from app.engine.runner import build_runner
 from app.engine.sizing import CHUNKS, resolve_shape
 from app.errors import OctavoError, UsageError
 from app.head_costs import Heads
 from app.kv_bits import head_losses
-from app.prompt import PromptTokenizer
-from app.tokenizer import Tokenizer
+from app.tokenizer import TextTokenizer, Tokenizer
 from models.cache.plan import MemoryPlan, plan_memory
 from models.cache.shape import CacheShape
 from models.checkpoint import Checkpoint, open_checkpoint
@@ -48,22 +46,6 @@ class Runner(engine.Runner, Protocol):
 
     def describe(self) -> dict[str, Any]: ...
     def release(self) -> None: ...
-
-
-class TextTokenizer(PromptTokenizer, TokenBytes, Protocol):
-    """A tokenizer for prompts, documents and answers."""
-
-    eos_ids: frozenset[int]
-    vocab_size: int
-
-    def encode_text(
-        self,
-        text: str,
-        *,
-        start: bool = True,
-        progress: Callable[[float], None] | None = None,
-        cancelled: Callable[[], bool] | None = None,
-    ) -> list[int]: ...
 
 
 @dataclass(frozen=True)

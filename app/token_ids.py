@@ -14,8 +14,8 @@ from app.engine.types import Mark
 from app.errors import UsageError
 from app.evidence import Source, find_ids
 from app.library.documents import DocumentStore
-from app.model import TextTokenizer
 from app.prompt import Encoded, PromptBuilder
+from app.tokenizer import TextTokenizer
 
 _CACHED_TOKENS = 8_000_000  # ids of documents kept for the next question about them, 8 bytes each
 

@@ -7,13 +7,14 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from tokenizers import Tokenizer as Backend
 
-from app.engine.detokenize import Detokenizer
+from app.engine.detokenize import Detokenizer, TokenBytes
 from app.errors import OctavoError
 from app.gguf_tokenizer import TokenizerSpec, byte_alphabet, spec_from_gguf
+from app.prompt import PromptTokenizer
 from models.errors import BadCheckpoint, UnsupportedModel
 
 _PIECE_CHARS = 1 << 16
@@ -31,6 +32,22 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 # When a space goes before a text: at the first word only, after each control token too, or even before a space.
 Prefix = Literal["never", "first", "always", "doubled"]
+
+
+class TextTokenizer(PromptTokenizer, TokenBytes, Protocol):
+    """A tokenizer for prompts, documents and answers."""
+
+    eos_ids: frozenset[int]
+    vocab_size: int
+
+    def encode_text(
+        self,
+        text: str,
+        *,
+        start: bool = True,
+        progress: Callable[[float], None] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> list[int]: ...
 
 
 class Cancelled(OctavoError):

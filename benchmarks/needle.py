@@ -28,7 +28,8 @@ from app.config import EMBEDDED_MODEL, Settings
 from app.evaluation.examiner import Examiner, Journal
 from app.evaluation.haystack import Haystack
 from app.evaluation.needle import Grid, needle
-from app.model import OpenModel, TextTokenizer, choose_pattern, find_model, open_model
+from app.model import OpenModel, choose_pattern, find_model, open_model
+from app.tokenizer import TextTokenizer
 from benchmarks._report import Bar, at_least, at_most, commit, finish
 from models.heads import HeadPattern
 from models.identify import agreement

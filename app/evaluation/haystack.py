@@ -10,7 +10,7 @@ from pathlib import Path
 
 from app.documents import read_document
 from app.errors import UsageError
-from app.model import TextTokenizer
+from app.tokenizer import TextTokenizer
 
 _COLOURS = (
     "amber azure black blue bronze brown copper crimson golden green grey indigo ivory orange pink purple".split()

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from app.evaluation.haystack import Haystack, Needle, make_needles
-from app.model import TextTokenizer
 from app.prompt import Encoded, PromptBuilder
+from app.tokenizer import TextTokenizer
 from models.identify import Sample
 
 _PASSKEYS = 10  # as DuoAttention plants
