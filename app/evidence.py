@@ -21,6 +21,12 @@ _WEAK = 0.02  # share of the attention below which a passage is not worth a card
 _QUOTE = re.compile(
     '\u201c([^\u201c\u201d]+)\u201d|\u201e([^\u201c\u201d\u201e]+)[\u201c\u201d]|"([^"\n]+)"|\u00ab([^\u00ab\u00bb]+)\u00bb'
 )
+# Blocks of code, code within a line and tags: what stands in quotation marks there is a string, nobody's words.
+_FENCED = re.compile(
+    r"^ {0,3}(?P<fence>`{3,}|~{3,})[^\n]*(?:\n.*?(?:^ {0,3}(?P=fence)[`~]*[ \t]*$|\Z)|\Z)", re.M | re.S
+)
+_CODE = re.compile(r"(?<!`)(`+)(?!`)[^\n]*?(?<!`)\1(?!`)|</?[A-Za-z!][^<>]*>")
+_MARKS = re.compile('["\u201c\u201d\u201e\u00ab\u00bb]')
 _BLOCKQUOTE = re.compile(r"(?:^[ ]{0,3}> ?.*\n?)+", re.MULTILINE)
 _WORD = re.compile(r"\w+")
 _WORDS = re.compile(r"\S+")
@@ -179,9 +185,11 @@ def quotes(answer: str, documents: Mapping[str, Document]) -> list[Quote]:
 
 
 def _quoted(answer: str) -> Iterator[str]:
+    answer = _FENCED.sub("\n", answer)
     for block in _BLOCKQUOTE.findall(answer):
         yield re.sub(r"^[ ]{0,3}> ?", "", block, flags=re.MULTILINE).strip()
-    for groups in _QUOTE.findall(_BLOCKQUOTE.sub("\n", answer)):
+    said = _CODE.sub(lambda code: _MARKS.sub(" ", code[0]), _BLOCKQUOTE.sub("\n", answer))
+    for groups in _QUOTE.findall(said):
         yield next(group for group in groups if group).strip()
 
 

@@ -18,6 +18,7 @@ class Attachment:
     document: Document | None = None
     error: str = ""
     tokens: int | None = None
+    arrived: float = 0.0  # when its upload was whole (monotonic seconds); 0 for what was here already
     first: int = 1
     last: int = 1
 

@@ -91,6 +91,15 @@ class Conversation:
             if attachment.tokens is None and self.service.ready:
                 attachment.tokens = self.service.count_tokens(attachment.source)
 
+    def shelve(self, attachment: Attachment) -> None:
+        """Put a document that was uploaded on the shelf, in the order of arrival: word of a later one may overtake."""
+        shelf = list(self.shelf)
+        at = len(shelf)
+        while at and shelf[at - 1].arrived > attachment.arrived:
+            at -= 1
+        shelf.insert(at, attachment)
+        self.shelf = shelf
+
     def read_earlier(self, attachment_id: str) -> None:
         """Move a document of the shelf one place up: documents are read in its order."""
         shelf = list(self.shelf)

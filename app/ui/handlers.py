@@ -269,8 +269,11 @@ class Handlers:
     async def added(self, session: Session, event: gr.EventData) -> AsyncIterator[Changes]:
         """Files have arrived: read them one after another, then say what they need."""
         parts, conversation = self.parts, session.conversation
-        arrived = [(upload_id, Attachment(str(name)[:200])) for upload_id, name in files(event)]
-        conversation.shelf = conversation.shelf + [attachment for _, attachment in arrived]
+        arrived = []
+        for upload_id, name in files(event):
+            attachment = Attachment(str(name)[:200], arrived=self.uploads.arrived(upload_id))
+            conversation.shelve(attachment)
+            arrived.append((upload_id, attachment))
         yield {parts.shelf: views.shelf(conversation.shelf)}
         for upload_id, attachment in arrived:
             await asyncio.to_thread(self._read, upload_id, attachment)

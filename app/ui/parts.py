@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from secrets import token_hex
 from typing import Any
 
 import gradio as gr
@@ -38,6 +39,11 @@ class Parts:
     @property
     def all(self) -> list[Any]:
         return list(vars(self).values())
+
+
+def fresh() -> str:
+    """A mark that makes HTML differ from what was there: the same again would not be drawn, and so not be opened."""
+    return token_hex(4)
 
 
 def field(event: gr.EventData, name: str) -> Any:

@@ -6,6 +6,7 @@ from html import escape
 
 from app.documents import Document
 from app.evidence import Passage, Quote
+from app.ui.parts import fresh
 
 
 def view(document: Document, place: Passage | Quote, turn_id: str, card: str, page: int | None = None) -> str:
@@ -55,7 +56,7 @@ def _turn(label: str, turn_id: str, card: str, page: int, there: bool) -> str:
 
 def _dialog(title: str, pages: str, body: str) -> str:
     return (
-        f'<div id="oc-source" popover role="dialog" aria-label="Source: {escape(title)}" data-fresh>'
+        f'<div id="oc-source" popover role="dialog" aria-label="Source: {escape(title)}" data-fresh="{fresh()}">'
         f'<div class="oc-source-top"><h2 title="{escape(title)}">{escape(title)}</h2>{pages}'
         '<button type="button" class="oc-tool" popovertarget="oc-source" popovertargetaction="hide" aria-label="Close">'
         '<svg viewBox="0 0 20 20" aria-hidden="true"><path d="M5 5l10 10M15 5L5 15" stroke="currentColor"'

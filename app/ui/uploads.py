@@ -82,6 +82,11 @@ class Uploads:
             raise UsageError("This upload is no longer here. Add the file again.")
         return upload
 
+    def arrived(self, upload_id: object) -> float:
+        """When the file of this id was whole (monotonic seconds); now where it is not here."""
+        upload = self._waiting.get(upload_id) if isinstance(upload_id, str) else None
+        return upload.at if upload is not None else time.monotonic()
+
     def close(self) -> None:
         """Delete everything that was not taken."""
         self._waiting.clear()

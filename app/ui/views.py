@@ -242,7 +242,7 @@ def status(facts: dict[str, Any] | None, settings: str = "") -> str:
     if held:  # another server's memory is not known
         line.append(f"{size(held)} of memory")
     if facts["ms_per_token"]:
-        line.append(f"{1000 / facts['ms_per_token']:.0f} tokens a second")
+        line.append(f"{facts['ms_per_token']:.{0 if facts['ms_per_token'] >= 10 else 1}f} ms per token")
     shown = "".join(f"<span>{escape(item)}</span>" for item in line)
     note = escape(facts["note"])
     shown += f'<span class="oc-notes" title="{note}">{note}</span>' if note else ""

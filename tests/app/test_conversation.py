@@ -13,6 +13,7 @@ from app.library import Library, Owner
 from app.model import OpenModel
 from app.service import ChatService
 from app.ui import sidebar
+from app.ui.attachment import Attachment
 from app.ui.conversation import Conversation
 from tests.fakes import END, FakeRunner, FakeTokenizer
 
@@ -35,4 +36,18 @@ def test_a_full_disk_stops_no_answer_and_is_told(tmp_path: Path, monkeypatch: py
     assert conversation.ask("Second?").finished.wait(10)
     assert conversation.unsaved == ""
     assert [listed.title for listed in conversation.owner.chats.find("second")] == ["First?"]
+    service.close()
+
+
+def test_the_shelf_is_in_the_order_of_arrival(tmp_path: Path) -> None:
+    model = OpenModel("fake", FakeRunner(), FakeTokenizer(), frozenset({END}), lambda context: context)
+    service = ChatService(Settings(cache_dir=tmp_path), lambda settings, progress: model)
+    conversation = Conversation(service, Library(tmp_path / "library").owner("a secret"))
+    first, second, third = (Attachment(name, arrived=at) for at, name in enumerate(("first", "second", "third"), 1))
+    for attachment in (first, third, second):  # word of the third was faster
+        conversation.shelve(attachment)
+    assert conversation.shelf == [first, second, third]
+    conversation.read_earlier(third.id)
+    conversation.shelve(Attachment("fourth", arrived=4))
+    assert [item.name for item in conversation.shelf] == ["first", "third", "second", "fourth"]
     service.close()

@@ -126,3 +126,14 @@ def test_a_quote_knows_its_place_and_may_be_emphasised():
 def test_a_quote_of_odd_signs_is_text_not_a_pattern():
     assert quotes('"a (b [c* d+"', {"x": _document("a (b [c* d+")})[0].page == 1
     assert quotes('"... ... ..."', {"x": _document("a")}) == []
+
+
+def test_strings_of_code_and_attributes_of_tags_are_no_quotes():
+    document = _document("The gate is painted green.\n", name="a.txt")
+    answer = (
+        '<p class="one two three">It says</p> `print("the gate is closed")` and "the gate is `painted` green":\n\n'
+        '```python\nsay("one two three four")\n> not a quoted block\n```\n\n~~~\nsay("never closed at all")\n'
+    )
+    assert [(quote.text, quote.name) for quote in quotes(answer, {"a": document})] == [
+        ("the gate is `painted` green", "a.txt")
+    ]

@@ -87,9 +87,11 @@ def test_a_closed_page_loses_nothing_and_gives_way_when_somebody_waits(
     again.close()
     other = open_page(site.url)
     state(other, "idle")
+    site.script.go.clear()  # no end of a chunk at which the other answer could give way
     ask(other, "Is it my turn?")
     state(other, "queued")
     assert "next in line" in other.inner_text("#oc-strip")
+    site.script.go.set()
     state(other, "answering", seconds=20)
     state(other, "idle")
 

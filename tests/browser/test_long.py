@@ -85,7 +85,7 @@ def test_a_long_answer_costs_what_it_adds(start_site: Callable[[Script], Site], 
     page.wait_for_timeout(300)
     at = page.evaluate(f"{WRAP}.scrollTop")
     height = page.evaluate(f"{WRAP}.scrollHeight")
-    until(lambda: page.evaluate(f"{WRAP}.scrollHeight") > height + 1500, 60)
+    until(lambda: page.evaluate(f"{WRAP}.scrollHeight") > height + 3000, 60)
     assert page.evaluate(f"{WRAP}.scrollTop") == at
     assert at + page.evaluate(f"{WRAP}.clientHeight") < height
     page.evaluate(f"{WRAP}.scrollTop = {WRAP}.scrollHeight")
