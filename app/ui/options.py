@@ -12,6 +12,7 @@ from app.documents.document import without_halves
 from app.engine.sampler import check_sampling
 from app.engine.types import SamplingParams
 from app.errors import UsageError
+from app.ui.parts import fresh
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def form(chat: Chat) -> str:
         "Fixed since the first question; a new chat can have another." if fixed else "Told to the model first of all."
     )
     return (
-        '<div id="oc-options" popover data-fresh aria-label="Settings of this chat"><form>'
+        f'<div id="oc-options" popover data-fresh="{fresh()}" aria-label="Settings of this chat"><form>'
         f'<h2>Settings of this chat</h2><div class="oc-presets" role="group" aria-label="Presets">{presets}</div>'
         f'<label class="oc-option"><span>System prompt</span><textarea name="system" rows="3"'
         f"{' disabled' if fixed else ''}>{escape(chat.system or '')}</textarea><small>{note}</small></label>"

@@ -325,4 +325,7 @@ new MutationObserver(() => {
     watchOn();
     tell();
   }, 0);
-}).observe(document.body, { childList: true, subtree: true, characterData: true });
+}).observe(document.body, {
+  // HTML that comes anew may change no more than an attribute of what is there
+  childList: true, subtree: true, characterData: true, attributeFilter: ["data-fresh", "data-turns", "data-state"],
+});

@@ -40,6 +40,10 @@ def test_settings_are_kept_with_the_chat(
     assert page.input_value("#oc-options textarea") == "Answer in one word."
     page.click("#oc-options summary")
     assert page.input_value("#oc-options [name=max_new_tokens]") == "3"
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#oc-options:popover-open", state="detached")
+    page.click("[data-do=options]")  # the same form again
+    page.wait_for_selector("#oc-options:popover-open")
 
 
 def test_a_wrong_number_is_told(site: Site, open_page: Callable[..., Page]) -> None:
