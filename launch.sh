@@ -42,7 +42,8 @@ fresh() {
   esac
   "$PY" -c '' 2>/dev/null
 }
-fresh_dev() { [ "$(cat "$VENV/.stamp-dev" 2>/dev/null)" = "$(cksum <"$ROOT/requirements-dev.txt")" ]; }
+fresh_dev() { [ "$(cat "$VENV/.stamp-dev" 2>/dev/null)" = "$(dev_sum)" ]; }
+dev_sum() { cat "$ROOT/requirements-dev.txt" "$ROOT/requirements-triton.txt" | cksum; }
 
 find_python() {
   local candidate version seen="" candidates=(python3 python3.13 python3.12 python3.11 python3.14 python)
@@ -130,10 +131,12 @@ install_app() {
 }
 
 install_dev() {
-  need_space 500
+  need_space 1200
   say "Installing what the tests need."
   pip_or_die -r "$ROOT/requirements-dev.txt"
-  cksum <"$ROOT/requirements-dev.txt" >"$VENV/.stamp-dev"
+  # torch's CPU build comes without Triton; its CUDA build brings the version that it needs.
+  has_gpu || [ "$(uname -sm)" != "Linux x86_64" ] || pip_or_die --no-deps -r "$ROOT/requirements-triton.txt"
+  dev_sum >"$VENV/.stamp-dev"
 }
 
 # An extra: when it cannot be built, Octavo runs without it.
