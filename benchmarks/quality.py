@@ -59,7 +59,11 @@ def corpus() -> str:
             continue
         described.append(str(about.get_payload() or about.get("Description") or ""))
     library = Path(sysconfig.get_paths()["stdlib"])
-    code = "\n\n".join((library / f"{name}.py").read_text(encoding="utf-8") for name in _MODULES)
+    files = (library / f"{name}.py" for name in _MODULES)
+    # zipfile is a package since Python 3.12
+    code = "\n\n".join(
+        (file if file.exists() else file.with_suffix("") / "__init__.py").read_text(encoding="utf-8") for file in files
+    )
     parts = {"manual": manual, "descriptions": "\n\n".join(described), "code": code}
     return "\n\n".join(parts[name][:chars] for name, chars in _CHARS.items())
 
