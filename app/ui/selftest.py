@@ -52,7 +52,8 @@ def self_test_form(service: ChatService, session: gr.State, changed: Sequence[An
     runs: dict[str, _Run | None] = {}  # by tab; None while one is made ready
     gr.HTML(_WHAT, elem_id="oc-self-test-about", apply_default_css=False)
     with gr.Row(elem_id="oc-self-test-row"):
-        name = gr.Dropdown([], label="Document", elem_id="oc-self-test-document")
+        # Checked in `tested`: the library would hold the choice against a list that is already an older one.
+        name = gr.Dropdown([], label="Document", elem_id="oc-self-test-document", allow_custom_value=True)
         count = gr.Dropdown([4, 8, 16, 32], value=_FACTS, label="Facts", elem_id="oc-self-test-count")
         start = gr.Button("Test", size="sm", elem_id="oc-self-test")
         stop = gr.Button("Stop", size="sm", elem_id="oc-self-test-stop", visible=False)
@@ -70,7 +71,10 @@ def self_test_form(service: ChatService, session: gr.State, changed: Sequence[An
         if session.token in runs:
             yield {chart: gr.skip()}  # without a word every part would be emptied
             return
-        title = chosen if chosen in sources else next(iter(sources))
+        if chosen and chosen not in sources:
+            yield {chart: f"<p>{escape(chosen)} is not in this chat: choose another document.</p>"}
+            return
+        title = chosen or next(iter(sources))
         page = session.page
         run: _Run | None = None
         runs[session.token] = None
