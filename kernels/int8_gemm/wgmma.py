@@ -20,6 +20,8 @@ _FEW_COLUMNS = 32  # tiles; bands of 4,096 rows are 3 % faster then, and with 11
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _SUM, _GATED = 3, 4
 
+prepack = fused.prepack  # the weight as it is serves either kernel
+
 
 class _Params(ctypes.Structure):
     """`Params` of the source."""
@@ -51,11 +53,6 @@ def _kernel(device: torch.device, kind: int) -> nvrtc.Kernel:
 @cache
 def _ctas(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count // 2 * 2
-
-
-def prepack(weight: Tensor) -> Tensor:
-    """int8 weight [out, in] as it is: both operands are read along the inner dimension."""
-    return weight.contiguous()
 
 
 def _serves(codes: Tensor, weight: Tensor, out: Tensor | None = None) -> bool:

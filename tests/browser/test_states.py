@@ -63,6 +63,7 @@ def test_states(
         for name in states(page, site, document):
             page.screenshot(path=tmp_path / f"{name}.png")
             wrong += [f"{name}: {what}" for what in page.evaluate(LOOK)]
+            wrong += [f"{name}: {toast.inner_text()}" for toast in page.query_selector_all(".toast-body")]
             if page.evaluate("document.documentElement.scrollWidth") > width:
                 wrong.append(f"{name}: wider than the window")
     assert sorted(set(wrong)) == []
