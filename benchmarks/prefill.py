@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from app.engine.warm_up import warm_up
+from benchmarks import _cutlass
 from benchmarks._llama_8b import WINDOW, Wrong, dense_8b, full_cache, octavo_8b
 from benchmarks._report import Bar, at_least, at_most, finish
 from benchmarks.decode import float64_attention, random_history, relative_error
@@ -162,10 +163,11 @@ def attention() -> dict[str, Any]:
 def gemm() -> dict[str, Any]:
     """bf16 and int8 products of a layer at 8,192 rows; int8 with the quantisation of its bf16 input."""
     serves = INT8_GEMM.choose(DEVICE).backend.name
-    table: dict[str, Any] = {"kernel": serves}
+    why_no_cutlass = _cutlass.declines(DEVICE)
+    table: dict[str, Any] = {"kernel": serves} | ({"cutlass": why_no_cutlass} if why_no_cutlass else {})
     sums = np.zeros(2)
     for name, (outer, inner) in SHAPES.items():
-        times = _product_times(name, outer, inner)
+        times, of_cutlass = _product_times(name, outer, inner, cutlass=why_no_cutlass is None)
         sums += times["bf16"], times["quantise"] + times[serves]
         tera = 2 * CHUNK * outer * inner / 1e9
         table[name] = {
@@ -173,11 +175,13 @@ def gemm() -> dict[str, Any]:
             "bf16_tflops": round(tera / times["bf16"]),
             "int8_tops": round(tera / times[serves]),
             "speedup": round(times["bf16"] / (times["quantise"] + times[serves]), 3),
+            **({"cutlass": of_cutlass} if of_cutlass else {}),
         }
     return {**table, "layer_speedup": round(float(sums[0] / sums[1]), 4)}
 
 
-def _product_times(name: str, outer: int, inner: int) -> dict[str, float]:
+def _product_times(name: str, outer: int, inner: int, cutlass: bool) -> tuple[dict[str, float], str | None]:
+    """Milliseconds of each, all checked, and which of CUTLASS's kernels was the fastest of them, where it serves."""
     x = torch.randn(CHUNK, inner, device=DEVICE, dtype=torch.bfloat16)
     weight = torch.randn(outer, inner, device=DEVICE, dtype=torch.bfloat16) * 0.02
     layer = W8A8Linear.from_float(weight)
@@ -204,11 +208,17 @@ def _product_times(name: str, outer: int, inner: int) -> dict[str, float]:
             )
     runs["int_mm, rescaled"] = lambda: int_mm.matmul(codes, codes_w, scale_w).mul_(token_scale)
     runs |= _bitsandbytes(codes, token_scale, codes_w, scale_w)
+    of_cutlass = None
+    if cutlass:
+        offered = _cutlass.products(codes, token_scale, codes_w, scale_w)
+        tried = in_turns(offered)
+        of_cutlass = min(tried, key=tried.__getitem__)
+        runs["cutlass"] = offered[of_cutlass]
     for label, run in runs.items():
         error = relative_error(run()[some], want)
         if not error <= 4e-3:
             raise Wrong(f"int8 product {name} by {label}: error {error:.1e}")
-    return in_turns(
+    times = in_turns(
         {
             "bf16": lambda: x @ weight.T,
             "quantise": lambda: layer.prepare(x),
@@ -216,6 +226,7 @@ def _product_times(name: str, outer: int, inner: int) -> dict[str, float]:
             "int_mm, int32 alone": lambda: torch._int_mm(codes, codes_w.T),
         }
     )
+    return times, of_cutlass
 
 
 def _bitsandbytes(codes: Tensor, token_scale: Tensor, weight: Tensor, scale: Tensor) -> dict[str, Callable[[], Tensor]]:
