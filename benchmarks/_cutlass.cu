@@ -69,7 +69,8 @@ EXPORTED int product(const void* codes, const void* weight, const void* token, c
     arguments.mainloop.dA = along_k;
     arguments.mainloop.ptr_B = static_cast<const int8_t*>(weight);
     arguments.mainloop.dB = along_k;
-    arguments.epilogue.thread = {{static_cast<const float*>(channels)}, {{static_cast<const float*>(token)}, {}, {}}, {}};
+    arguments.epilogue.thread = {
+        {static_cast<const float*>(channels)}, {{static_cast<const float*>(token)}, {}, {}}, {}};
     arguments.epilogue.ptr_D = static_cast<cutlass::bfloat16_t*>(out);
     arguments.epilogue.dD = along_n;
     arguments.hw_info = chip;
