@@ -29,7 +29,7 @@ from models.cache.duo import DuoCache
 from models.cache.live import LiveCache
 from models.cache.pool import BlockPool
 from models.cache.sequence import StepCache
-from models.cache.shape import BLOCK, CacheShape
+from models.cache.shape import CacheShape
 from models.config import ModelConfig
 from models.decoder import Decoder
 
@@ -69,7 +69,7 @@ def _free() -> None:
 
 
 def _ours(decoder: Decoder, shape: CacheShape) -> dict[str, Any]:
-    pool = BlockPool(shape, WINDOW // BLOCK, decoder.device)
+    pool = BlockPool(shape, WINDOW // shape.block, decoder.device)
     whole = full_cache(pool, WINDOW)
     graph = DecodeGraph(decoder, LiveCache(pool))
     errors = {n: _check(decoder, graph, _cut(whole, n)) for n in (OURS[0], WINDOW - 2)}

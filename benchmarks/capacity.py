@@ -23,7 +23,6 @@ from benchmarks._report import at_least, at_most, finish
 from models.cache.duo import DuoCache
 from models.cache.live import LiveCache
 from models.cache.pool import BlockPool
-from models.cache.shape import BLOCK
 from models.config import ModelConfig
 from models.heads import HeadPattern
 
@@ -49,7 +48,7 @@ def main(argv: list[str]) -> int:
     plan, chunk = fit(config, shape, settings, device, CARD)
 
     decoder = w8a8_decoder(config, mask, shape.rotated, device)
-    pool = BlockPool(shape, -(-plan.context // BLOCK), device)
+    pool = BlockPool(shape, -(-plan.context // shape.block), device)
     graph = DecodeGraph(decoder, LiveCache(pool))
     cache = full_cache(pool, plan.context - chunk - DECODED)
     for depth in (0.0, 0.5, 1.0):
@@ -100,9 +99,9 @@ def _check(cache: DuoCache, depth: float) -> None:
     """A query that is a token's own key, many times over, gives back that token's value."""
     layer = int(np.argmax(np.array(cache.shape.retrieval_heads) > 0))
     slots, shape = cache.shape.retrieval_slots[layer], cache.shape
-    whole = cache.length // BLOCK - 1
+    whole = len(cache.blocks)
     block = min(int(depth * whole), whole - 1)
-    ((keys, values),) = cache.pool.stores[0].read(slots, cache._ids[block : block + 1], BLOCK)
+    ((keys, values),) = cache.pool.stores[0].read(slots, cache._ids[block : block + 1], shape.block)
     at = int(keys[0, :, 0].float().argmax())
     key, value = keys[:, at].float(), values[:, at].float()
     q = (40 * key / key.norm(dim=-1, keepdim=True) * shape.head_dim**0.5).repeat_interleave(shape.group, 0)
@@ -110,6 +109,6 @@ def _check(cache: DuoCache, depth: float) -> None:
     out = cache._retrieval[0].copy().attend(layer, q[None], nothing, nothing, cache.length, cache._ids)
     found = out.view(-1, shape.group, shape.head_dim)
     error = (found - value[:, None]).norm() / value.norm()
-    print(f"depth {depth:.0%}: token {BLOCK * (block + 1) + at:,} came back, relative error {error:.4f}")
+    print(f"depth {depth:.0%}: token {shape.front + shape.block * block + at:,} came back, relative error {error:.4f}")
     if not error < 0.05:
         raise Wrong(f"the token at depth {depth:.0%} did not come back: relative error {error:.3f}")

@@ -38,7 +38,7 @@ from models.cache.duo import DuoCache
 from models.cache.endless import EndlessCache
 from models.cache.pool import BlockPool
 from models.cache.sequence import SequenceCache
-from models.cache.shape import BLOCK, CacheShape
+from models.cache.shape import CacheShape
 from models.checkpoint import open_checkpoint
 from models.decoder import Decoder
 from models.rope import EndlessRope, Rope
@@ -126,7 +126,7 @@ class _Sides:
         mask = np.ones((self.config.num_layers, self.config.num_kv_heads), dtype=np.bool_)
         shape = CacheShape.for_model(self.config, mask, "bf16", 0, 1, self.device)
         self.decoder.rope = EndlessRope(self.plain, self.config.max_positions)
-        return DuoCache(BlockPool(shape, -(-tokens // BLOCK), self.device))
+        return DuoCache(BlockPool(shape, -(-tokens // shape.block), self.device))
 
     def losses(self, ids: Tensor, cache: SequenceCache) -> np.ndarray:
         """float32 [n]: what predicting each token cost, given those that the cache lets it see; the first is 0."""

@@ -27,7 +27,7 @@ from benchmarks._report import at_least, finish
 from models.build import load_decoder
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
-from models.cache.shape import BLOCK, CacheShape
+from models.cache.shape import CacheShape
 from models.checkpoint import open_checkpoint
 from models.decoder import Decoder
 
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     decoder, shape = _model(device)
     length = args.tokens or (262_144 if device.type == "cuda" else 7500)
     chunk = CHUNKS[device.type][0]
-    pool = BlockPool(shape, 2 * (length + FOLLOWING) // BLOCK + 4, device)
+    pool = BlockPool(shape, 2 * (length + FOLLOWING) // shape.block + 4, device)
     vocabulary = decoder.config.vocab_size
     ids = torch.randint(0, vocabulary, (length + FOLLOWING,), generator=torch.Generator().manual_seed(0))
 

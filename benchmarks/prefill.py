@@ -29,7 +29,7 @@ from kernels.int8_gemm import INT8_GEMM, int_mm, ref
 from models.cache.duo import DuoCache
 from models.cache.plan import workspace_bytes
 from models.cache.pool import BlockPool
-from models.cache.shape import BLOCK, CacheShape
+from models.cache.shape import CacheShape
 from models.decoder import Decoder
 from quant.w8a8 import W8A8Linear
 
@@ -124,7 +124,7 @@ def _shape(retrieval: tuple[int, ...], streaming: tuple[int, ...], bits: int = 4
 def attention() -> dict[str, Any]:
     """A chunk's attention to a million packed tokens, and the same kernel on contiguous bf16, in turns."""
     (store,) = BlockPool(_shape((KV_HEADS,), (0,)), 1, DEVICE).stores
-    store.blocks = MILLION // BLOCK
+    store.blocks = MILLION // store.shape.block
     packed = random_history(KV_HEADS, store.blocks, D, store.layout)
     store._keys, store._values, store._scales = packed.keys, packed.values, packed.scales
     q = torch.randn(CHUNK, KV_HEADS * GROUP, D, device=DEVICE)
@@ -245,7 +245,7 @@ def chunking() -> dict[str, float]:
     shape = _shape((heads - 1, 0), (1, heads))
     q = torch.randn(2, n, heads * GROUP, D, device=DEVICE) * 2
     k, v = torch.randn(2, 2, n, heads, D, device=DEVICE)
-    pool = BlockPool(shape, 32 * n // BLOCK, DEVICE)
+    pool = BlockPool(shape, 32 * n // shape.block, DEVICE)
 
     def read(size: int) -> Tensor:
         cache, outs = DuoCache(pool), []
@@ -286,7 +286,7 @@ def read(decoder: Decoder, cache: DuoCache, until: int, chunk: int = CHUNK) -> t
 
 def warmed(decoder: Decoder, shape: CacheShape, tokens: int) -> tuple[BlockPool, DuoCache]:
     """A pool for `tokens` and an empty cache, after what the program does when it loads a model and one chunk."""
-    pool = BlockPool(shape, tokens // BLOCK, DEVICE)
+    pool = BlockPool(shape, tokens // shape.block, DEVICE)
     warm_up(decoder, DuoCache(pool))
     cache = DuoCache(pool)
     read(decoder, cache, CHUNK)

@@ -27,7 +27,7 @@ from app.model import choose_pattern, find_model
 from app.tokenizer import Tokenizer
 from benchmarks._report import Bar, at_most, finish
 from kernels.kv4_pack import KV4_LAYOUT
-from models.cache.shape import BLOCK, CacheShape
+from models.cache.shape import CacheShape
 from models.cache.store import HeadStore
 from models.checkpoint import Checkpoint, open_checkpoint
 from models.quantize import quantize_checkpoint
@@ -74,8 +74,8 @@ def differing_codes(device: torch.device) -> int:
     for d in (64, 128):
         shape = CacheShape((2,), (0,), 4, d, 1, 1, 4, torch.float16, torch.float16)
         generator = torch.Generator().manual_seed(d)
-        size = (torch.rand(2, 32 * BLOCK, 1, generator=generator) * 6).exp() * 0.01
-        x = (torch.randn(2, 2, 32 * BLOCK, d, generator=generator) * size).half()
+        size = (torch.rand(2, 32 * shape.block, 1, generator=generator) * 6).exp() * 0.01
+        x = (torch.randn(2, 2, 32 * shape.block, d, generator=generator) * size).half()
         ids = list(range(32))
         store = HeadStore(shape, len(ids), device)
         store.write(slice(0, 2), ids, x[0].to(device), x[1].to(device))

@@ -17,10 +17,9 @@ from torch.nn import functional as F
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
 from models.cache.retrieval import TILE
-from models.cache.shape import BLOCK
 from models.decoder import Decoder
 
-_SHARP = 64  # blocks that are weighed token by token; an answer rests on few
+_SHARP = 8192  # tokens that are weighed one by one, in whole blocks; an answer rests on few
 
 
 @dataclass(frozen=True)
@@ -73,17 +72,18 @@ def attention(cache: DuoCache, watch: Watch, length: int) -> Tensor:
 @torch.inference_mode()
 def weigh(cache: DuoCache, watch: Watch, length: int) -> Looked:
     """What the watched heads gave to the prompt's `length` tokens: all of them, or those of the blocks with most."""
-    blocks = -(-length // BLOCK)
-    if blocks <= _SHARP:
+    if length <= _SHARP:
         return Looked(np.arange(length), attention(cache, watch, length).mean(0).cpu().numpy())
-    total = torch.zeros(blocks, device=cache.pool.device)
+    shape = cache.shape
+    starts = [0, *range(shape.front, length, shape.block), length]
+    total = torch.zeros(len(starts) - 1, device=cache.pool.device)
     norms = []
     for query in watch.queries(cache.shape.group):
-        sums = torch.cat([_by_block(part) for part in _scores(cache, *query, length)], -1)
+        sums = torch.cat([_by_block(part, shape.block) for part in _scores(cache, *query, length)], -1)
         norms.append(sums.logsumexp(-1, keepdim=True))
         total += (sums - norms[-1]).exp().mean(1).sum(0)
-    chosen = total.topk(_SHARP).indices.sort().values.tolist()
-    positions = np.concatenate([np.arange(block * BLOCK, min((block + 1) * BLOCK, length)) for block in chosen])
+    chosen = total.topk(_SHARP // shape.block).indices.sort().values.tolist()
+    positions = np.concatenate([np.arange(*starts[block : block + 2]) for block in chosen])
     masses = torch.zeros(len(positions), device=total.device)
     for query, norm in zip(watch.queries(cache.shape.group), norms, strict=True):
         parts = [part for block in chosen for part in _scores(cache, *query, length, block)]
@@ -91,9 +91,9 @@ def weigh(cache: DuoCache, watch: Watch, length: int) -> Looked:
     return Looked(positions, (masses / len(watch.heads)).cpu().numpy())
 
 
-def _by_block(scores: Tensor) -> Tensor:
-    padded = F.pad(scores, (0, -scores.shape[-1] % BLOCK), value=-torch.inf)
-    return padded.unflatten(-1, (-1, BLOCK)).logsumexp(-1)
+def _by_block(scores: Tensor, block: int) -> Tensor:
+    padded = F.pad(scores, (0, -scores.shape[-1] % block), value=-torch.inf)
+    return padded.unflatten(-1, (-1, block)).logsumexp(-1)
 
 
 def _scores(

@@ -12,7 +12,7 @@ from torch import Tensor
 from models.build import Build, layer_from
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
-from models.cache.shape import BLOCK, CacheShape
+from models.cache.shape import CacheShape
 from models.checkpoint import Checkpoint
 from models.config import ModelConfig
 from models.decoder import Decoder, Layer
@@ -31,7 +31,7 @@ class _Compared(DuoCache):
         device, every = states.device, np.ones((1, config.num_kv_heads), dtype=bool)
         kv = "fp32" if device.type == "cpu" else "bf16"
         exact, packed = (CacheShape.for_model(config, every, name, 1, 1, device) for name in (kv, "kv4"))
-        blocks = -(-len(states) // BLOCK)
+        blocks = -(-len(states) // packed.block)
         super().__init__(BlockPool(exact, blocks, device))
         self._packed = DuoCache(BlockPool(packed, blocks, device))
         self._turn = kv4.rotation(config.head_dim).to(device)

@@ -22,7 +22,7 @@ from torch import Tensor
 from models.build import Parts, make_layer
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
-from models.cache.shape import BLOCK, CacheShape
+from models.cache.shape import CacheShape
 from models.checkpoint import Checkpoint, open_checkpoint
 from models.decoder import Decoder, Layer
 from models.errors import UnsupportedModel
@@ -305,7 +305,7 @@ class _Calibration:
             decoder = Decoder(
                 self._config, states, [layer], torch.ones(states.shape[1]), DenseLinear(states), self._turn
             )
-            blocks = -(-len(states) // BLOCK)
+            blocks = -(-len(states) // self._shape.block)
             cache = DuoCache(BlockPool(self._shape, blocks, self._device))
             done.append(kv4.rotate(decoder.forward(torch.arange(len(states)), cache), back=True))
         return done

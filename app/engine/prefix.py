@@ -10,7 +10,6 @@ import numpy as np
 from models.cache.duo import DuoCache
 from models.cache.plan import SNAPSHOTS
 from models.cache.sequence import SequenceCache
-from models.cache.shape import BLOCK
 
 _PER_CHAT = 3  # the newest end of a chat, the one before it, and one inside its last prompt
 # Each holds its own windows. One more sequence runs, its fork waits to be kept, three are on their way to disk, and
@@ -59,7 +58,7 @@ class PrefixStore:
             differ = np.flatnonzero(kept.ids[:upto] != prompt[:upto])
             same = int(differ[0]) if len(differ) else upto
             if isinstance(kept.cache, DuoCache):
-                best = max(best, kept.cache.blocks[: max(same // BLOCK - 1, 0)], key=len)
+                best = max(best, kept.cache.blocks[: kept.cache.shape.packed_blocks(same)], key=len)
         return best
 
     def keep(self, ids: Sequence[int] | np.ndarray, cache: SequenceCache, chat_id: str | None) -> None:

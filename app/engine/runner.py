@@ -35,7 +35,6 @@ from models.cache.live_endless import LiveEndless
 from models.cache.plan import MemoryPlan
 from models.cache.pool import BlockPool
 from models.cache.sequence import SequenceCache
-from models.cache.shape import BLOCK
 from models.cache.snapshot import VERSION, Snapshot
 from models.checkpoint import Checkpoint
 from models.decoder import Decoder
@@ -51,6 +50,7 @@ T = TypeVar("T")
 
 CHECKPOINT_S = 20.0  # a long prefill is saved this often, so that a crash costs no more of it
 _EVIDENCE_HEADS = 4  # query heads
+_EARLY = 128  # a prompt that is asked again reads at most this many tokens
 _CHATS = 4  # full contexts that the pool holds when memory allows, so that chats do not push each other out
 
 
@@ -93,7 +93,7 @@ class Slot:
             if not chunk_ids:
                 return
         if self.length + len(chunk_ids) == len(self._prompt):
-            early = max(0, (len(self._prompt) - 1) // BLOCK * BLOCK - self.length)
+            early = max(0, (len(self._prompt) - 1) // _EARLY * _EARLY - self.length)
             if early:
                 self._read(chunk_ids[:early])
                 chunk_ids = chunk_ids[early:]
@@ -358,7 +358,7 @@ def build_runner(
     history = plan.context * plan.bytes_per_token
     spare = usable(device, free_bytes(device)) - (plan.total_bytes - plan.weights_bytes - history)
     contexts = min(_CHATS, max(1, spare // max(1, history)))
-    blocks = contexts * -(-plan.context // BLOCK) if any(shape.retrieval_heads) else 0
+    blocks = contexts * -(-plan.context // shape.block) if any(shape.retrieval_heads) else 0
     pool = BlockPool(shape, blocks, device)
     described = {
         "mode": settings.mode,

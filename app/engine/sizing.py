@@ -13,7 +13,7 @@ import torch
 from app.config import Settings
 from app.errors import UsageError
 from models.cache.plan import MemoryPlan, plan_memory
-from models.cache.shape import BLOCK, CacheShape
+from models.cache.shape import CacheShape
 from models.config import ModelConfig
 from models.errors import DoesNotFit
 from models.heads import HeadPattern
@@ -95,11 +95,11 @@ def fit(
         if plan.total_bytes <= limit:
             return plan, chunk
     longest = plan.longest(limit)
-    if endless or settings.context or longest < BLOCK:
+    if endless or settings.context or longest < shape.block:
         if endless:
             advice = "Use a smaller --recent, a smaller model or more memory."
         else:
-            advice = f"--context {longest} fits." if longest >= BLOCK else "Use a smaller model or more memory."
+            advice = f"--context {longest} fits." if longest >= shape.block else "Use a smaller model or more memory."
         raise DoesNotFit(
             f"A context of {wanted:,} tokens needs {plan.total_bytes / 2**30:.2f} GiB; {limit / 2**30:.2f} GiB are "
             f"free. {advice}",

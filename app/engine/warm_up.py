@@ -7,12 +7,11 @@ import torch
 from models.cache import history
 from models.cache.duo import DuoCache
 from models.cache.sequence import SequenceCache
-from models.cache.shape import BLOCK
 from models.decoder import Decoder
 from models.errors import PoolExhausted
 
-# Many rows, fewer, few; from the start of a block and from within one, with and without packed history.
-_CHUNKS = (6 * BLOCK, 2 * BLOCK - 1, BLOCK + 2, 3)
+# Tokens: many rows, fewer, few; from the start of a block and from within one, with and without packed history.
+_CHUNKS = (768, 255, 130, 3)
 
 
 def warm_up(decoder: Decoder, cache: SequenceCache) -> None:
@@ -21,7 +20,7 @@ def warm_up(decoder: Decoder, cache: SequenceCache) -> None:
         direct = isinstance(cache, DuoCache) and history.declines(cache.shape, decoder.device) is None
         stores = cache.pool.stores if isinstance(cache, DuoCache) and direct else ()
         for store in stores:
-            store.history.tile = BLOCK  # so that there are tiles to merge
+            store.history.tile = store.shape.block  # so that there are tiles to merge
         for count in _CHUNKS:
             try:
                 cache.reserve(cache.length + count)

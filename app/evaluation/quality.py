@@ -15,7 +15,7 @@ from app.errors import UsageError
 from models.build import load_decoder
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
-from models.cache.shape import BLOCK, CacheShape
+from models.cache.shape import CacheShape
 from models.checkpoint import Checkpoint
 from models.decoder import Decoder
 from models.heads import HeadPattern
@@ -152,7 +152,7 @@ class Quality:
 
     def _read(self, decoder: Decoder, shape: CacheShape, window: Tensor, watch: _HeadErrors | None = None) -> Tensor:
         """Hidden states [n, hidden] behind a fresh cache."""
-        pool = BlockPool(shape, -(-len(window) // BLOCK), self.device)
+        pool = BlockPool(shape, -(-len(window) // shape.block), self.device)
         cache = DuoCache(pool) if watch is None else _WatchedCache(pool, watch)
         chunk = CHUNK[self.device.type]
         return torch.cat([decoder.forward(part, cache) for part in window.split(chunk)])

@@ -46,12 +46,12 @@ static inline void weigh(float *scores, int count, State *state, int query, int 
     state->sum[query] += _mm512_reduce_add_ps(sum);
 }
 
-/* A packed block; q [count, d] is scaled, total its sums. `count` is known to the compiler. */
+/* A packed block of `size` tokens; q [count, d] is scaled, total its sums. `count` is known to the compiler. */
 static inline __attribute__((always_inline)) void see_packed(const float *q, const float *total, const int count, int d,
                                                              const uint8_t *k, const uint8_t *v, i64 v_panel,
-                                                             const uint16_t *scales, State *state) {
+                                                             const uint16_t *scales, int size, State *state) {
     float scores[QUERIES][BLOCK], stepped[QUERIES][BLOCK];
-    for (int panel = 0; panel < 2; panel++, k += d * 32) {
+    for (int panel = 0; panel < size / 64; panel++, k += d * 32) {
         __m512 sums[QUERIES][4];
         for (int i = 0; i < count; i++)
             for (int j = 0; j < 4; j++) sums[i][j] = _mm512_setzero_ps();
@@ -72,8 +72,8 @@ static inline __attribute__((always_inline)) void see_packed(const float *q, con
         }
     }
     __m512 middles[QUERIES];
-    for (int i = 0; i < count; i++) weigh(scores[i], BLOCK, state, i, d), middles[i] = _mm512_setzero_ps();
-    for (int t = 0; t < BLOCK; t += LANES) {
+    for (int i = 0; i < count; i++) weigh(scores[i], size, state, i, d), middles[i] = _mm512_setzero_ps();
+    for (int t = 0; t < size; t += LANES) {
         __m512 step, middle;
         steps16(scales + 4 * t, 1, &step, &middle);
         for (int i = 0; i < count; i++) {
@@ -90,7 +90,7 @@ static inline __attribute__((always_inline)) void see_packed(const float *q, con
             for (int j = 0; j < 4; j++)
                 sums[i][j] = _mm512_add_ps(_mm512_loadu_ps(state->out[i] + panel * 64 + j * LANES),
                                            _mm512_set1_ps(rest[i]));
-        for (int t = 0; t < BLOCK; t++) {
+        for (int t = 0; t < size; t++) {
             __m512i a = bytes16(v + t * 32), b = bytes16(v + t * 32 + 16);
             __m512 codes[4] = {low_codes(a), low_codes(b), high_codes(a), high_codes(b)};
             for (int i = 0; i < count; i++)
@@ -166,15 +166,15 @@ static inline void clear(State *state, int count, int d) {
     }
 }
 
-/* out [heads, group, d] of q [heads, group, d]: exact tokens fp16 [heads, exact_head], then blocks table[0 ..];
-   strides of the packed blocks in bytes (scales: in halves). */
+/* out [heads, group, d] of q [heads, group, d]: exact tokens fp16 [heads, exact_head], then blocks table[0 ..] of
+   `size` tokens (64 or 128); strides of the packed blocks in bytes (scales: in halves). */
 void decode(const float *q, float *out, const uint16_t *exact_k, const uint16_t *exact_v, i64 exact_head, i64 exact,
             const uint8_t *k, i64 k_head, i64 k_block, const uint8_t *v, i64 v_head, i64 v_panel, i64 v_block,
-            const uint16_t *scales, i64 s_head, i64 s_block, const int32_t *table, i64 blocks, i64 heads, int group,
-            int d, float scale, int threads) {
+            const uint16_t *scales, i64 s_head, i64 s_block, const int32_t *table, i64 blocks, int size, i64 heads,
+            int group, int d, float scale, int threads) {
     i64 teams = parts(group, QUERIES);
     /* Stretches of the history, so that threads finish together; the first has the exact tokens too. */
-    i64 stretches = most(1, least(blocks / 2, 4 * threads));
+    i64 stretches = most(1, least(blocks * size / (2 * BLOCK), 4 * threads));
     State *states = aligned_alloc(64, parts(sizeof(State) * heads * teams * stretches, 64) * 64);
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
     for (i64 task = 0; task < heads * teams * stretches; task++) {
@@ -192,10 +192,10 @@ void decode(const float *q, float *out, const uint16_t *exact_k, const uint16_t 
             const uint8_t *values = v + head * v_head + table[b] * v_block;
             const uint16_t *own_scales = scales + head * s_head + table[b] * s_block;
             switch (count) {
-                case 1: see_packed(own, total, 1, d, keys, values, v_panel, own_scales, state); break;
-                case 2: see_packed(own, total, 2, d, keys, values, v_panel, own_scales, state); break;
-                case 3: see_packed(own, total, 3, d, keys, values, v_panel, own_scales, state); break;
-                default: see_packed(own, total, 4, d, keys, values, v_panel, own_scales, state);
+                case 1: see_packed(own, total, 1, d, keys, values, v_panel, own_scales, size, state); break;
+                case 2: see_packed(own, total, 2, d, keys, values, v_panel, own_scales, size, state); break;
+                case 3: see_packed(own, total, 3, d, keys, values, v_panel, own_scales, size, state); break;
+                default: see_packed(own, total, 4, d, keys, values, v_panel, own_scales, size, state);
             }
         }
     }

@@ -27,7 +27,7 @@ def _function():  # type: ignore[no-untyped-def]
     where, size, number = c_void_p, c_int64, c_int
     pool = (where, size, size, where, size, size, size, where, size, size, where)
     return native.function(
-        SOURCE, "decode", *[where] * 4, size, size, *pool, size, size, number, number, c_float, number
+        SOURCE, "decode", *[where] * 4, size, size, *pool, size, number, size, number, number, c_float, number
     )
 
 
@@ -48,6 +48,7 @@ def decode(q: Tensor, exact_k: Tensor, exact_v: Tensor, packed: Packed, _: Any, 
         *pack.pool_arguments(packed.keys, packed.values, packed.scales),
         packed.table.data_ptr(),
         packed.table.numel(),
+        pack.tokens_of_block(packed.scales),
         heads,
         group,
         d,

@@ -1,7 +1,7 @@
-/* Attention of a chunk over blocks of 128 tokens on AMX, in bf16 with fp32 sums.
+/* Attention of a chunk on AMX, in bf16 with fp32 sums.
 
-   A task is one KV head and one block of queries, 32 rows of one query head at a time, with the keys in blocks of 128.
-   Blocks are brought into the order of the matrix units as they are needed: unpacking one costs 2,000 cycles, and a
+   A task is one KV head and 128 tokens' queries, 32 rows of one query head at a time, with the keys in steps of 128.
+   Packed blocks are brought into the order of the matrix units as they are needed: unpacking 128 tokens costs 2,000 cycles, and a
    group of three query heads works on it for 40,000. */
 
 #include "native.h"
@@ -16,12 +16,13 @@ static inline __m512i two(__m512 a, __m512 b) {
     return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(b, a));
 }
 
-/* `count` exact keys and values [.., d] in fp16, zeros behind them, as right sides: key tile [key / 16, channel / 32]
+/* `count` exact keys and values [.., d] in fp16, zeros behind them up to `size` (a multiple of 32), as right sides: key tile [key / 16, channel / 32]
    has channels as rows, value tile [key / 32, channel / 16] has keys as rows. */
-static void lay_exact(const uint16_t *k, const uint16_t *v, i64 count, int d, uint32_t *keys, uint32_t *values) {
+static void lay_exact(const uint16_t *k, const uint16_t *v, i64 count, i64 size, int d, uint32_t *keys,
+                      uint32_t *values) {
     uint32_t words[BLOCK * 128];
     const __m512 zero = _mm512_setzero_ps();
-    for (i64 t = 0; t < BLOCK; t++)
+    for (i64 t = 0; t < size; t++)
         for (int c = 0; c < d; c += 32) {
             __m512i both = _mm512_setzero_si512();
             if (t < count)
@@ -30,11 +31,11 @@ static void lay_exact(const uint16_t *k, const uint16_t *v, i64 count, int d, ui
         }
     __m512i apart = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
                                        _mm512_set1_epi32(d / 2));
-    for (int t = 0; t < BLOCK; t += 16)
+    for (int t = 0; t < size; t += 16)
         for (int c = 0; c < d / 2; c++)
             _mm512_storeu_si512(keys + (t / 16 * (d / 32) + c / 16) * WORDS + c % 16 * 16,
                                 _mm512_i32gather_epi32(apart, words + t * d / 2 + c, 4));
-    for (i64 t = 0; t < BLOCK; t += 2)
+    for (i64 t = 0; t < size; t += 2)
         for (int c = 0; c < d; c += 16) {
             __m512 a = t < count ? from_half(v + t * d + c) : zero;
             __m512 b = t + 1 < count ? from_half(v + (t + 1) * d + c) : zero;
@@ -42,15 +43,15 @@ static void lay_exact(const uint16_t *k, const uint16_t *v, i64 count, int d, ui
         }
 }
 
-/* A packed block (layout int4pack with panels of 64) as `lay_exact`; scales: fp16 [128, 4]. */
-static void lay_packed(const uint8_t *k, const uint8_t *v, i64 v_panel, const uint16_t *scales, int d, uint32_t *keys,
-                       uint32_t *values) {
+/* A packed block (layout int4pack with panels of 64) as `lay_exact`; scales: fp16 [size, 4]. */
+static void lay_packed(const uint8_t *k, const uint8_t *v, i64 v_panel, const uint16_t *scales, int size, int d,
+                       uint32_t *keys, uint32_t *values) {
     float step[BLOCK], middle[BLOCK];
-    for (int t = 0; t < BLOCK; t++) {
+    for (int t = 0; t < size; t++) {
         step[t] = _cvtsh_ss(scales[4 * t]);
         middle[t] = _cvtsh_ss(scales[4 * t + 1]);
     }
-    for (int panel = 0; panel < 2; panel++, k += d * 32)
+    for (int panel = 0; panel < size / 64; panel++, k += d * 32)
         for (int half = 0; half < 2; half++) {
             int low = panel * 64 + half * 16, high = low + 32; /* tokens in the low and in the high nibbles */
             __m512 low_step = _mm512_loadu_ps(step + low), low_middle = _mm512_loadu_ps(middle + low);
@@ -67,7 +68,7 @@ static void lay_packed(const uint8_t *k, const uint8_t *v, i64 v_panel, const ui
                                         _mm512_fmadd_ps(high_codes(b), high_step, high_middle)));
             }
         }
-    for (int t = 0; t < BLOCK; t += 2) {
+    for (int t = 0; t < size; t += 2) {
         __m512 a_step = _mm512_set1_ps(_cvtsh_ss(scales[4 * t + 2]));
         __m512 a_middle = _mm512_set1_ps(_cvtsh_ss(scales[4 * t + 3]));
         __m512 b_step = _mm512_set1_ps(_cvtsh_ss(scales[4 * t + 6]));
@@ -236,7 +237,7 @@ static void give(const State *state, float *out, i64 stride, i64 row, i64 first,
     }
 }
 
-/* Room of one thread: a block of keys and values, and the queries and states of a group's block. */
+/* Room of one thread: 128 keys and values, and the queries and states of a group's 128 tokens. */
 typedef struct {
     uint32_t *keys, *values;
     uint16_t *q;
@@ -259,51 +260,90 @@ static void clear(State *state, int d) {
     memset(state->out, 0, ROWS * d * 4);
 }
 
-/* Retrieval heads. A query sees its own block and the first one as they are, and every block between them packed.
+/* The packed blocks of one head: strides in bytes (scales: in halves), `size` tokens a block. */
+typedef struct {
+    const uint8_t *k, *v;
+    const uint16_t *scales;
+    i64 k_block, v_block, v_panel, s_block;
+    const int32_t *table;
+    int size;
+} Packed;
 
-   q [n, heads group, d] and out with rows `q_stride`, `out_stride` floats apart; own keys and values fp16
-   [heads, own_stride], from the start of the block that token `length` lies in; the first block's [heads,
-   first_stride]. Packed blocks: strides in bytes (scales: in halves); table[i] is where block i + 1 lies. */
+/* Lays out `count` blocks from block b on, one behind the other. */
+static void lay_blocks(const Packed *p, i64 b, int count, int d, const Room *r) {
+    for (int i = 0; i < count; i++) {
+        i64 id = p->table[b + i], t = i * p->size;
+        lay_packed(p->k + id * p->k_block, p->v + id * p->v_block, p->v_panel, p->scales + id * p->s_block, p->size, d,
+                   r->keys + t / 16 * (d / 32) * WORDS, r->values + t / 32 * (d / 16) * WORDS);
+    }
+}
+
+/* A task's rows from `row` on that are queries see the first `limit` of `width` keys that are laid out. */
+static void see_rows(const Room *r, int group, int d, int row, int width, int limit, i64 start, i64 n) {
+    for (int i = 0; i < group * (BLOCK / ROWS); i++) {
+        int own = i % (BLOCK / ROWS) * ROWS;
+        if (own < row || start + own + ROWS <= 0 || start + own >= n) continue;
+        see(r->q + i * ROWS * d, r->keys, r->values, d, width, -ROWS, BLOCK, limit, r->states + i);
+    }
+}
+
+/* The rows of the block of `size` tokens at `row` see that block, as it is laid out, up to themselves. */
+static void see_own(const Room *r, int group, int d, int row, int size, i64 start, i64 n) {
+    for (int i = 0; i < group * (BLOCK / ROWS); i++) {
+        int own = i % (BLOCK / ROWS) * ROWS, within = own - row;
+        if (within < 0 || within >= size || start + own + ROWS <= 0 || start + own >= n) continue;
+        see(r->q + i * ROWS * d, r->keys, r->values, d, within + ROWS, -ROWS, within + 1, within + ROWS, r->states + i);
+    }
+}
+
+/* Retrieval heads. A query sees the first tokens and its own block as they are, every block between them packed.
+
+   q [n, heads group, d] and out with rows `q_stride`, `out_stride` floats apart, behind `length` tokens, the first ones
+   not counted; own keys and values fp16 [heads, own_stride], from the start of the block that the first query lies in;
+   those of the `firsts` first tokens (at most 128) [heads, first_stride]. Packed blocks have `size` tokens, 64 or 128;
+   strides in bytes (scales: in halves); table[i] is where block i lies. */
 void attend_blocks(const float *q, i64 q_stride, float *out, i64 out_stride, const uint16_t *own_k,
                    const uint16_t *own_v, i64 own_stride, const uint16_t *first_k, const uint16_t *first_v,
-                   i64 first_stride, const uint8_t *k, i64 k_head, i64 k_block, const uint8_t *v, i64 v_head,
+                   i64 first_stride, i64 firsts, const uint8_t *k, i64 k_head, i64 k_block, const uint8_t *v, i64 v_head,
                    i64 v_panel, i64 v_block, const uint16_t *scales, i64 s_head, i64 s_block, const int32_t *table,
-                   i64 length, i64 n, i64 heads, int group, int d, float scale, int threads) {
-    i64 first = length / BLOCK, blocks = parts(length + n, BLOCK) - first;
+                   int size, i64 length, i64 n, i64 heads, int group, int d, float scale, int threads) {
+    i64 first = length / BLOCK, tasks = parts(length + n, BLOCK) - first, origin = length / size * size;
 #pragma omp parallel num_threads(threads)
     {
         Room r = room(group, d);
         set_tiles();
 #pragma omp for schedule(dynamic, 1)
-        for (i64 task = 0; task < blocks * heads; task++) {
-            i64 block = first + blocks - 1 - task / heads, head = task % heads; /* the longest first */
-            i64 start = block * BLOCK - length;                                 /* its first row of q */
+        for (i64 task = 0; task < tasks * heads; task++) {
+            i64 at = (first + tasks - 1 - task / heads) * BLOCK, head = task % heads; /* the longest first */
+            i64 start = at - length;                                                  /* its first row of q */
             const float *from = q + head * group * d;
+            Packed packed = {k + head * k_head, v + head * v_head, scales + head * s_head, k_block,
+                             v_block,           v_panel,           s_block,                table,   size};
             int count = group * (BLOCK / ROWS);
             for (int i = 0; i < count; i++) {
-                i64 row = start + i % 4 * ROWS;
-                take_queries(from + i / 4 * d, q_stride, row, 0, n, d, scale * 1.44269504f, r.q + i * ROWS * d);
+                take_queries(from + i / 4 * d, q_stride, start + i % 4 * ROWS, 0, n, d, scale * 1.44269504f,
+                             r.q + i * ROWS * d);
                 clear(r.states + i, d);
             }
-            for (i64 b = 0; b <= block; b++) {
-                int own = b == block;
-                if (own) {
-                    i64 at = (block - first) * BLOCK;
-                    const uint16_t *ks = own_k + head * own_stride + at * d, *vs = own_v + head * own_stride + at * d;
-                    lay_exact(ks, vs, least(BLOCK, length + n - block * BLOCK), d, r.keys, r.values);
-                } else if (b == 0) {
-                    i64 at = head * first_stride;
-                    lay_exact(first_k + at, first_v + at, BLOCK, d, r.keys, r.values);
-                } else {
-                    i64 id = table[b - 1];
-                    lay_packed(k + head * k_head + id * k_block, v + head * v_head + id * v_block, v_panel,
-                               scales + head * s_head + id * s_block, d, r.keys, r.values);
+            /* Everything in front of the task's 128 tokens, then these, block by block. */
+            if (firsts) {
+                i64 width = parts(firsts, 32) * 32, skip = head * first_stride;
+                lay_exact(first_k + skip, first_v + skip, firsts, width, d, r.keys, r.values);
+                see_rows(&r, group, d, 0, (int)width, (int)firsts, start, n);
+            }
+            for (i64 t = 0; t < at; t += BLOCK) {
+                lay_blocks(&packed, t / size, BLOCK / size, d, &r);
+                see_rows(&r, group, d, 0, BLOCK, BLOCK, start, n);
+            }
+            for (int row = 0; row < BLOCK && start + row < n; row += size) {
+                if (start + row + size > 0) {
+                    i64 skip = head * own_stride + (at + row - origin) * d;
+                    lay_exact(own_k + skip, own_v + skip, least(size, n - start - row), size, d, r.keys, r.values);
+                    see_own(&r, group, d, row, size, start, n);
                 }
-                for (int i = 0; i < count; i++) {
-                    int row = i % 4 * ROWS;
-                    if (start + row + ROWS <= 0 || start + row >= n) continue;
-                    int width = own ? row + ROWS : BLOCK;
-                    see(r.q + i * ROWS * d, r.keys, r.values, d, width, -ROWS, own ? row + 1 : BLOCK, BLOCK, r.states + i);
+                if (row + size < BLOCK && start + row + size < n) {
+                    lay_blocks(&packed, (at + row) / size, 1, d, &r);
+                    see_rows(&r, group, d, row + size, size, size, start, n);
                 }
             }
             for (int i = 0; i < count; i++)
@@ -353,13 +393,13 @@ void attend_window(const float *q, i64 q_stride, float *out, i64 out_stride, con
             }
             for (i64 t = 0; t < least(sinks, length + end); t += BLOCK) {
                 i64 count = least(BLOCK, sinks - t), where = head * sink_stride + t * d;
-                lay_exact(sink_k + where, sink_v + where, count, d, r.keys, r.values);
+                lay_exact(sink_k + where, sink_v + where, count, BLOCK, d, r.keys, r.values);
                 see_range(&r, group, d, count, -BLOCK, at + 1 - t, start, n);
             }
             i64 stop = length + end - origin;
             for (i64 t = most(most(at - recent + 1, sink) - origin, 0); t < stop; t += BLOCK) {
                 i64 count = least(BLOCK, stop - t), where = head * run_stride + t * d;
-                lay_exact(run_k + where, run_v + where, count, d, r.keys, r.values);
+                lay_exact(run_k + where, run_v + where, count, BLOCK, d, r.keys, r.values);
                 see_range(&r, group, d, count, at - recent + 1 - origin - t, at + 1 - origin - t, start, n);
             }
             for (int i = 0; i < group * (BLOCK / ROWS); i++)

@@ -41,17 +41,20 @@ def _functions():  # type: ignore[no-untyped-def]
     last = (number, number, c_float, number)
     window = native.function(SOURCE, "attend_window", *(where, size) * 2, *exact, *exact, *[size] * 6, *last)
     pool = (where, size, size, where, size, size, size, where, size, size, where)
-    blocks = native.function(SOURCE, "attend_blocks", *(where, size) * 2, *exact, *exact, *pool, *[size] * 3, *last)
+    blocks = native.function(
+        SOURCE, "attend_blocks", *(where, size) * 2, *exact, *exact, size, *pool, number, *[size] * 3, *last
+    )
     return blocks, window
 
 
 def attend(
     q: Tensor, own: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor], packed: Packed, length: int, scale: float
 ) -> Tensor:
-    """fp32 [n, heads * group, d] of queries q (the same shape) behind `length` tokens; products are in bf16.
+    """fp32 [n, heads * group, d] of queries q (the same shape); products are in bf16.
 
-    own: keys and values fp16 [heads, before + n, d] from the start of the block that the first query lies in; first:
-    [heads, 128, d], the sequence's first block. packed: table[i] is where block i + 1 lies, the chunk's included.
+    first: keys and values fp16 [heads, at most 128, d] of the sequence's first tokens, which are in no block. length:
+    tokens between them and the chunk. own: [heads, before + n, d] from the start of the block that the first query lies
+    in. packed: its table lists all full blocks, the chunk's included; a block has 64 or 128 tokens.
     """
     (n, rows, d), heads = q.shape, own[0].shape[0]
     out = torch.empty(n, rows, d)
@@ -59,8 +62,10 @@ def attend(
         *_queries(q, out),
         *_exact(own, d),
         *_exact(first, d),
+        first[0].shape[1],
         *pack.pool_arguments(packed.keys, packed.values, packed.scales),
         packed.table.data_ptr(),
+        pack.tokens_of_block(packed.scales),
         length,
         n,
         heads,

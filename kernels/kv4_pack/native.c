@@ -3,7 +3,7 @@
 
 #include "native.h"
 
-enum { BLOCK = 128, PANEL = 64 };
+enum { LONGEST = 128, PANEL = 64 };
 
 static const float MIN_STEP = 0x1p-20f; /* as in quant/kv4.py */
 
@@ -59,27 +59,27 @@ static void quantize(const uint16_t *x, int d, int wide, float share, uint8_t *c
     }
 }
 
-/* Whole blocks of fp16 keys and values [heads, stride] into the pool's blocks `ids`; strides of the pool in bytes
-   (scales: in halves). With `wide` the upper half of the d channels is stored, in 8 bits. */
-void write_blocks(const uint16_t *k, const uint16_t *v, i64 stride, const int32_t *ids, i64 blocks, i64 heads, int d,
-                  int wide, float share, uint8_t *keys, i64 k_head, i64 k_block, uint8_t *values, i64 v_head, i64 v_panel, i64 v_block,
-                  uint16_t *scales, i64 s_head, i64 s_block, int threads) {
+/* Whole blocks of `size` tokens (a multiple of the panel, at most LONGEST) of fp16 keys and values [heads, stride] into
+   the pool's blocks `ids`; strides of the pool in bytes (scales: in halves). With `wide` the upper half of the d channels is stored, in 8 bits. */
+void write_blocks(const uint16_t *k, const uint16_t *v, i64 stride, const int32_t *ids, i64 blocks, int size, i64 heads,
+                  int d, int wide, float share, uint8_t *keys, i64 k_head, i64 k_block, uint8_t *values, i64 v_head,
+                  i64 v_panel, i64 v_block, uint16_t *scales, i64 s_head, i64 s_block, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (blocks > 1)
     for (i64 task = 0; task < heads * blocks; task++) {
         int skip = wide ? d / 2 : 0;
-        i64 head = task / blocks, block = task % blocks, from = head * stride + block * BLOCK * d;
-        uint8_t codes[BLOCK * 256];
+        i64 head = task / blocks, block = task % blocks, from = head * stride + block * size * d;
+        uint8_t codes[LONGEST * 256];
         uint16_t *to = scales + head * s_head + ids[block] * s_block;
-        for (int t = 0; t < BLOCK; t++) quantize(k + from + t * d + skip, d - skip, wide, share, codes + t * d, to + 4 * t);
+        for (int t = 0; t < size; t++) quantize(k + from + t * d + skip, d - skip, wide, share, codes + t * d, to + 4 * t);
         uint8_t *bytes = keys + head * k_head + ids[block] * k_block;
-        for (int t = 0; t < BLOCK; t += PANEL)
+        for (int t = 0; t < size; t += PANEL)
             for (int c = 0; c < d; c++)
                 for (int j = 0; j < PANEL / 2; j++)
                     *bytes++ = codes[(t + j) * d + c] | codes[(t + j + PANEL / 2) * d + c] << 4;
-        for (int t = 0; t < BLOCK; t++) quantize(v + from + t * d + skip, d - skip, wide, share, codes + t * d, to + 4 * t + 2);
+        for (int t = 0; t < size; t++) quantize(v + from + t * d + skip, d - skip, wide, share, codes + t * d, to + 4 * t + 2);
         for (int c = 0; c < d; c += PANEL) {
             bytes = values + head * v_head + c / PANEL * v_panel + ids[block] * v_block;
-            for (int t = 0; t < BLOCK; t++)
+            for (int t = 0; t < size; t++)
                 for (int j = 0; j < PANEL / 2; j++)
                     *bytes++ = codes[t * d + c + j] | codes[t * d + c + j + PANEL / 2] << 4;
         }

@@ -30,7 +30,7 @@ def _functions():  # type: ignore[no-untyped-def]
     )
     pool = (exact, size, size, exact, size, size, size, exact, size, size)
     write = native.function(
-        SOURCE, "write_blocks", exact, exact, size, exact, size, size, number, number, c_float, *pool, number
+        SOURCE, "write_blocks", exact, exact, size, exact, size, number, size, number, number, c_float, *pool, number
     )
     return join, write
 
@@ -62,7 +62,7 @@ def join_exact(k: Tensor, v: Tensor, held_k: Tensor, held_v: Tensor) -> tuple[Te
 def write_blocks(
     k: Tensor, v: Tensor, wide: bool, share: float, ids: Tensor, keys: Tensor, values: Tensor, scales: Tensor
 ) -> None:
-    """Quantises fp16 k, v [heads, len(ids) * 128, d] into blocks `ids` (int32) of keys, values, scales as `Packed`.
+    """Quantises fp16 k, v [heads, tokens, d] into blocks `ids` (int32) of keys, values, scales as `Packed`.
 
     wide: to 8 bits, of the upper half of the channels, as two 4-bit halves. share: the part of a vector's range that
     one step is.
@@ -75,6 +75,7 @@ def write_blocks(
         k.stride(0),
         ids.data_ptr(),
         ids.numel(),
+        tokens_of_block(scales),
         heads,
         d,
         wide,
@@ -82,6 +83,13 @@ def write_blocks(
         *pool_arguments(keys, values, scales),
         torch.get_num_threads(),
     )
+
+
+def tokens_of_block(scales: Tensor) -> int:
+    """Tokens of the blocks that `Packed` scales belong to; one or two panels."""
+    tokens = scales.shape[2]
+    assert tokens in (64, 128)
+    return tokens
 
 
 def pool_arguments(keys: Tensor, values: Tensor, scales: Tensor) -> tuple[int, ...]:

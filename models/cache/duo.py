@@ -11,7 +11,6 @@ from torch import Tensor
 from models.cache import history
 from models.cache.pool import BlockPool
 from models.cache.retrieval import RetrievalHeads
-from models.cache.shape import BLOCK
 from models.cache.streaming import ChunkMasks, StreamingHeads
 from models.errors import PoolExhausted
 from quant import kv4
@@ -58,7 +57,7 @@ class DuoCache:
 
     def reserve(self, length: int) -> None:
         """Takes the blocks that `length` tokens will need; raises PoolExhausted and takes none if they are too many."""
-        missing = max(length // BLOCK - 1, 0) - len(self._ids) if any(self.shape.retrieval_heads) else 0
+        missing = self.shape.packed_blocks(length) - len(self._ids) if any(self.shape.retrieval_heads) else 0
         if missing > 0:
             self._ids += self.pool.allocate(missing, self._ids[-1] if self._ids else None)
 
@@ -109,6 +108,8 @@ class DuoCache:
     def keys(self, layer: int, head: int, most: int, block: int | None = None) -> Iterator[tuple[int, Tensor]]:
         """(first token, keys [m, d]) of a retrieval head in order: of every committed token, or of one block's.
 
+        Block 0 is the first `shape.front` tokens, the others follow in their order.
+
         Packed keys come at most `most` tokens at a time, in the compute dtype; the others as they are.
         """
         kept, rows = next((heads, rows) for heads, _, rows in self._kinds(layer) if rows.start <= head < rows.stop)
@@ -119,17 +120,17 @@ class DuoCache:
     def _stored_keys(
         self, kept: RetrievalHeads, slot: int, most: int, block: int | None
     ) -> Iterator[tuple[int, Tensor]]:
-        newest, tail = divmod(self.length, BLOCK)
+        shape, packed = self.shape, self.shape.packed_blocks(self.length)
         if block in (None, 0):
-            yield 0, kept.keys[slot, : min(BLOCK, self.length)]
-        first, last = (1, newest) if block is None else (block, min(block + 1, newest))
-        at = first * BLOCK
-        ids = self._ids[max(first, 1) - 1 : max(last, 1) - 1]
-        for keys, _ in kept.store.read(slice(slot, slot + 1), ids, most):
+            yield 0, kept.keys[slot, : min(shape.front, self.length)]
+        first, last = (0, packed) if block is None else (max(block - 1, 0), min(block, packed))
+        at = shape.front + first * shape.block
+        for keys, _ in kept.store.read(slice(slot, slot + 1), self._ids[first:last], most):
             yield at, keys[0]
             at += keys.shape[1]
-        if newest and tail and block in (None, newest):
-            yield newest * BLOCK, kept.keys[slot, BLOCK : BLOCK + tail]
+        newest = shape.front + packed * shape.block
+        if newest < self.length and block in (None, packed + 1):
+            yield newest, kept.keys[slot, shape.front : shape.front + self.length - newest]
 
     def _attend_direct(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.to(self.shape.exact_dtype) for x in (q, k, v))
@@ -168,11 +169,11 @@ class DuoCache:
 
     @property
     def blocks(self) -> list[int]:
-        """Ids of the packed blocks, which never change: tokens BLOCK to BLOCK * (len + 1) - 1."""
-        return self._ids[: max(self.length // BLOCK - 1, 0)]
+        """Ids of the packed blocks, which never change: the tokens behind the first `shape.front`."""
+        return self._ids[: self.shape.packed_blocks(self.length)]
 
     def exact(self) -> list[Tensor]:
-        """What is not packed, in buffers that change with every token: the retrieval heads' two blocks, the windows."""
+        """What is not packed, in buffers that change with every token: keys and values of each kind of heads."""
         kept = [x for heads in self._retrieval for x in (heads.keys, heads.values)]
         return [*kept, self._streaming.keys, self._streaming.values]
 
@@ -202,7 +203,7 @@ class DuoCache:
     @property
     def retrieval_bytes(self) -> int:
         """Bytes of the retrieval heads' tokens, shared blocks counted here too."""
-        return len(self._ids) * BLOCK * self.shape.bytes_per_token + self.shape.exact_bytes
+        return len(self._ids) * self.shape.block * self.shape.bytes_per_token + self.shape.exact_bytes
 
     @property
     def streaming_bytes(self) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.attention_prefill import ROWS, chunk
 from kernels.kv4_pack import fragment, fragment_rows
-from models.cache.shape import BLOCK, CacheShape
+from models.cache.shape import CacheShape
 from quant import kv4
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ def declines(shape: CacheShape, device: torch.device) -> str | None:
 
 def unfit(shape: CacheShape) -> str | None:
     """Why no GPU could read chunks of a cache in this way, or None."""
+    if (shape.block, shape.front) != (chunk.BLOCK, chunk.BLOCK):
+        return f"blocks of {shape.block} behind {shape.front} tokens, not of {chunk.BLOCK} behind as many"
     if shape.exact_dtype != shape.compute_dtype:
         return f"keys are kept in {shape.exact_dtype} and used in {shape.compute_dtype}"
     if shape.compute_dtype.itemsize != 2:
@@ -108,7 +110,7 @@ class HistoryReader:
         and table: the same on the device.
         """
         filled = own[0].shape[1]
-        complete = filled // BLOCK
+        complete = filled // self._shape.block
         new = complete if first is not None else max(complete - 1, 0)
         older = len(ids) - new
         state = self._history(slots, q, ids[:older], table[:older]) if older else None
@@ -117,18 +119,19 @@ class HistoryReader:
 
     def _store(self, slots: slice, own: State, complete: int, new: int, table: Tensor) -> State:
         """Keeps the last `new` of `complete` blocks; all of them as later queries see them."""
+        block = self._shape.block
         if self._shape.bits == 16:
             if new:
-                span = slice((complete - new) * BLOCK, complete * BLOCK)
+                span = slice((complete - new) * block, complete * block)
                 self._kept.write_exact(slots, table, own[0][:, span], own[1][:, span])
             return own
         heads, _, d = own[0].shape
-        past = own[0].new_empty(2, heads, max(complete, 1) * BLOCK, d)
-        start = (complete - new) * BLOCK
+        past = own[0].new_empty(2, heads, max(complete, 1) * block, d)
+        start = (complete - new) * block
         for kept, x in zip(past, own, strict=True):
             kept[:, : min(start, x.shape[1])] = x[:, :start]
         if new:
-            span = slice(start, complete * BLOCK)
+            span = slice(start, complete * block)
             packed, share = self._kept.packed(slots, table), kv4.step_share(self._shape.head_dim, self._shape.bits)
             pasts = past[0][:, start:], past[1][:, start:]
             fragment_rows.store(packed, own[0][:, span], own[1][:, span], share, *pasts, wide=self._shape.bits == 8)
@@ -151,10 +154,10 @@ class HistoryReader:
 
     def _tiles(self, slots: slice, ids: Sequence[int], table: Tensor) -> Iterator[State]:
         if self._shape.bits == 16:
-            yield from self._kept.read(slots, ids, len(ids) * BLOCK)
+            yield from self._kept.read(slots, ids, len(ids) * self._shape.block)
             return
         heads, d = slots.stop - slots.start, self._shape.width
-        step = max(1, self.tile // heads // BLOCK)
+        step = max(1, self.tile // heads // self._shape.block)
         working = torch.cuda.current_stream(self._kept.device)
         self._unpacking.wait_stream(working)  # what was written before, and who still reads the buffers
         free: list[torch.cuda.Event | None] = [None, None]
@@ -166,13 +169,13 @@ class HistoryReader:
             if number + 1 < len(tiles):
                 following = self._unpack(slots, tiles[number + 1], 1 - side, free[1 - side])
             working.wait_event(ready)
-            yield self._views(side, heads, tile.numel() * BLOCK, d)
+            yield self._views(side, heads, tile.numel() * self._shape.block, d)
             free[side] = working.record_event()
             if following is not None:
                 ready = following
 
     def _unpack(self, slots: slice, ids: Tensor, side: int, free: torch.cuda.Event | None) -> torch.cuda.Event:
-        keys, values = self._views(side, slots.stop - slots.start, ids.numel() * BLOCK, self._shape.width)
+        keys, values = self._views(side, slots.stop - slots.start, ids.numel() * self._shape.block, self._shape.width)
         with torch.cuda.stream(self._unpacking):
             if free is not None:
                 self._unpacking.wait_event(free)

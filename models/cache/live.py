@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.attention_decode import KV4_STEP, Held
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
-from models.cache.shape import BLOCK, CacheShape
+from models.cache.shape import CacheShape
 from quant import kv4
 
 
@@ -139,10 +139,9 @@ class LiveCache:
 
 def clock_at(position: Tensor, shape: CacheShape) -> Tensor:
     """The `Clock` of a token at `position` (int64 [1]), on its device: int32 [6]."""
-    block = position // BLOCK
-    within = position - block * BLOCK
-    row = within + BLOCK * (block > 0)
+    packed = ((position - shape.front) // shape.block).clamp_min(0)
+    row = position - packed * shape.block
     window = torch.where(position < shape.sink, position, shape.sink + (position - shape.sink) % shape.recent)
     held = (position + 1).clamp_max(shape.sink + shape.recent)
-    full = ((within == BLOCK - 1) & (block > 0)) * block - 1
-    return torch.cat((row + 1, (block - 1).clamp_min(0), row, held, window, full)).to(torch.int32)
+    full = (row == shape.exact_tokens - 1) * (packed + 1) - 1
+    return torch.cat((row + 1, packed, row, held, window, full)).to(torch.int32)

@@ -8,7 +8,7 @@ import torch
 
 from models.cache import history
 from models.cache.retrieval import TILE
-from models.cache.shape import BLOCK, CacheShape
+from models.cache.shape import CacheShape
 from models.config import ModelConfig
 from models.turn import narrow_turn
 from quant.w8a8 import dense_dtype, int8_head
@@ -28,6 +28,7 @@ class MemoryPlan:
     retrieval_bytes: int
     streaming_bytes: int
     workspace_bytes: int
+    block: int
 
     @property
     def fixed_bytes(self) -> int:
@@ -49,7 +50,7 @@ class MemoryPlan:
             return 0
         if not self.bytes_per_token:
             return 1 << 62
-        return room // self.bytes_per_token // BLOCK * BLOCK
+        return room // self.bytes_per_token // self.block * self.block
 
 
 def plan_memory(
@@ -72,6 +73,7 @@ def plan_memory(
         context * shape.bytes_per_token + SNAPSHOTS * shape.exact_bytes,
         SNAPSHOTS * shape.window_bytes,
         workspace_bytes(config, shape, chunk, device),
+        shape.block,
     )
 
 
@@ -114,7 +116,7 @@ def workspace_bytes(config: ModelConfig, shape: CacheShape, chunk: int, device: 
     window = 2 * max(shape.streaming_heads) * (shape.recent + chunk) * config.head_dim * shape.compute_dtype.itemsize
     if not widest:
         window += 3 * 4 * chunk * config.num_heads * config.head_dim
-    scratch = window + 2 * widest * (TILE + chunk + 2 * BLOCK) * shape.compute_dtype.itemsize
+    scratch = window + 2 * widest * (TILE + chunk + shape.exact_tokens) * shape.compute_dtype.itemsize
     return chunk * (residual + held + max(attention, mlp)) + scratch + 4 * config.vocab_size
 
 

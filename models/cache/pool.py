@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.cache.shape import BLOCK, CacheShape
+from models.cache.shape import CacheShape
 from models.cache.store import HeadStore
 from models.errors import PoolExhausted
 
@@ -17,8 +17,8 @@ from models.errors import PoolExhausted
 class BlockPool:
     """All history of all retrieval heads, allocated once.
 
-    A block is BLOCK tokens over every retrieval head of every layer, under one id; `stores` hold them, one for each of
-    `shape.parts`.
+    A block is `shape.block` tokens over every retrieval head of every layer, under one id; `stores` hold them, one for
+    each of `shape.parts`.
     """
 
     def __init__(self, shape: CacheShape, blocks: int, device: torch.device) -> None:
@@ -43,8 +43,9 @@ class BlockPool:
             free = self._uses == 0
             have = int(free.sum())
             if count > have:
+                needed, left = (blocks * self.shape.block for blocks in (count, have))
                 raise PoolExhausted(
-                    f"This needs {count * BLOCK:,} more tokens of cache; {have * BLOCK:,} are free. "
+                    f"This needs {needed:,} more tokens of cache; {left:,} are free. "
                     "Start a new chat or close one, or use a shorter document."
                 )
             ids = self._pick(free, count, after)

@@ -13,7 +13,9 @@ from kernels import cpu
 from models.config import ModelConfig
 from quant import kv4
 
-BLOCK = 128  # tokens; a multiple of every packing panel, and small enough that a chat's unpacked tail stays small
+# Tokens of a block, and first tokens that stay unpacked. A GPU's kernels take both as 128. On a CPU, where a model is
+# small and so is a chat, what stays unpacked would be the larger part of a short one: a block is one packing panel.
+_BLOCKS = {"cpu": (64, 16), "cuda": (128, 128)}
 
 # --kv: bits of the packed history, dtype of everything that stays unpacked
 _FORMATS = {
@@ -30,7 +32,8 @@ class CacheShape:
 
     `bits` 4 or 8 packs the history of retrieval heads; 16 keeps it in `exact_dtype`. `compute_dtype` is what prefill
     attention runs in. `rotate` false packs keys as they are, to tell what rotation gains. Of a 4-bit cache's retrieval
-    heads, `wide_heads` a layer are kept in 8 bits; they lie in front of the others.
+    heads, `wide_heads` a layer are kept in 8 bits; they lie in front of the others. Retrieval heads keep their first
+    `front` tokens as they are, and pack the others in blocks of `block`.
     """
 
     retrieval_heads: tuple[int, ...]
@@ -44,6 +47,8 @@ class CacheShape:
     compute_dtype: torch.dtype
     rotate: bool = True
     wide_heads: tuple[int, ...] = ()
+    block: int = 128
+    front: int = 128
 
     @classmethod
     def for_model(
@@ -70,7 +75,8 @@ class CacheShape:
         kept = tuple(int(n) for n in mask.sum(1))
         dropped = tuple(config.num_kv_heads - n for n in kept)
         group = config.num_heads // config.num_kv_heads
-        shape = cls(kept, dropped, group, config.head_dim, sink, recent, bits, exact, compute)
+        block, front = _BLOCKS[device.type]
+        shape = cls(kept, dropped, group, config.head_dim, sink, recent, bits, exact, compute, block=block, front=front)
         if wide is None or not wide.any():
             return shape
         assert bits == 4 and not (wide & ~mask).any()
@@ -123,10 +129,19 @@ class CacheShape:
             return sum(self.retrieval_heads) * 2 * self.head_dim * self.exact_dtype.itemsize
         return sum(sum(part.retrieval_heads) * kv4.bytes_per_token(self.head_dim, part.bits) for part in self.parts)
 
+    def packed_blocks(self, length: int) -> int:
+        """Blocks that are full, and so packed, in a sequence of `length` tokens."""
+        return max(length - self.front, 0) // self.block
+
+    @property
+    def exact_tokens(self) -> int:
+        """Room for tokens of a retrieval head that are not packed: the first ones, and the newest block."""
+        return self.front + self.block
+
     @property
     def exact_bytes(self) -> int:
-        """Bytes of a sequence's unpacked tokens: its first block and its newest one."""
-        return sum(self.stored_channels) * 2 * 2 * BLOCK * self.exact_dtype.itemsize
+        """Bytes of a sequence's unpacked tokens."""
+        return sum(self.stored_channels) * 2 * self.exact_tokens * self.exact_dtype.itemsize
 
     @property
     def window_bytes(self) -> int:

@@ -23,11 +23,10 @@ from torch import Tensor
 
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
-from models.cache.shape import BLOCK
 from models.errors import BadSnapshot
 from models.files import writing
 
-VERSION = 2  # raise it when what a cache holds, or how it is stored, changes: older files are then read no more
+VERSION = 3  # raise it when what a cache holds, or how it is stored, changes: older files are then read no more
 
 _MAGIC = b"OCTAVOKV"
 _END = struct.Struct("<II8s")
@@ -184,7 +183,7 @@ def _pieces(
         upto = min(place + step, snapshot.last)
         if upto > known:  # a piece that is partly known is read as a whole, as its checksum covers all of it
             offset = len(_MAGIC) + (place - snapshot.first) * size
-            tokens, new = (upto + 1) * BLOCK, blocks[max(place, known) : upto]
+            tokens, new = cache.shape.front + upto * cache.shape.block, blocks[max(place, known) : upto]
             wanted.append((offset, (upto - place) * size, snapshot.checksums[number], tokens, new))
     if end:
         offset = len(_MAGIC) + (snapshot.last - snapshot.first) * size

@@ -12,7 +12,7 @@ from kernels.attention_decode import Packed
 from kernels.attention_decode.ref import stretches
 from kernels.kv4_pack import KV4_LAYOUT, fragment, native
 from models.cache import history
-from models.cache.shape import BLOCK, CacheShape
+from models.cache.shape import CacheShape
 from quant import kv4
 
 
@@ -28,15 +28,15 @@ class HeadStore:
         self.blocks = blocks
         self.device = device
         self.layout = KV4_LAYOUT.choose(device, head_dim=shape.width, group=shape.group).backend.run
-        heads, width = sum(shape.retrieval_heads), shape.width
+        heads, width, block = sum(shape.retrieval_heads), shape.width, shape.block
         if shape.bits == 16:
-            self._keys = torch.empty(heads, blocks, BLOCK, width, dtype=shape.exact_dtype, device=device)
+            self._keys = torch.empty(heads, blocks, block, width, dtype=shape.exact_dtype, device=device)
             self._values = torch.empty_like(self._keys)
         else:
-            size, panels = BLOCK * width // 2, self.layout.value_panels(width)
+            size, panels = block * width // 2, self.layout.value_panels(width)
             self._keys = torch.empty(heads, blocks, size, dtype=torch.uint8, device=device)
             self._values = torch.empty(heads, panels, blocks, size // panels, dtype=torch.uint8, device=device)
-            self._scales = torch.empty(heads, blocks, BLOCK, 4, dtype=torch.float16, device=device)
+            self._scales = torch.empty(heads, blocks, block, 4, dtype=torch.float16, device=device)
 
     @cached_property
     def history(self) -> history.HistoryReader:
@@ -46,14 +46,14 @@ class HeadStore:
     def write(self, slots: slice, ids: Sequence[int] | Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Stores whole blocks and returns them as later reads will see them, in the compute dtype.
 
-        keys, values [heads, len(ids) * BLOCK, width] of the heads in `slots`; returns two tensors of that shape.
+        keys, values [heads, len(ids) * block, width] of the heads in `slots`; returns two tensors of that shape.
         """
         shape = self.shape
         index = torch.as_tensor(ids, device=self.device).long()
         n = len(index)
         if shape.bits == 16:
-            self._keys[slots, index] = keys.unflatten(1, (-1, BLOCK))
-            self._values[slots, index] = values.unflatten(1, (-1, BLOCK))
+            self._keys[slots, index] = keys.unflatten(1, (-1, self.shape.block))
+            self._values[slots, index] = values.unflatten(1, (-1, self.shape.block))
             return keys.to(shape.compute_dtype), values.to(shape.compute_dtype)
         k_codes, k_scales = kv4.quantize(keys[..., -shape.head_dim :], shape.bits)
         v_codes, v_scales = kv4.quantize(values[..., -shape.head_dim :], shape.bits)
@@ -81,7 +81,7 @@ class HeadStore:
     def read(self, slots: slice, ids: Sequence[int], most: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values [heads, tokens, width] in the compute dtype, run by run, at most `most` tokens at a time."""
         width = self.shape.width
-        for start, end in stretches(ids, most // BLOCK):
+        for start, end in stretches(ids, most // self.shape.block):
             if self.shape.bits == 16:
                 keys, values = (x[slots, start:end].flatten(1, 2) for x in (self._keys, self._values))
                 yield keys.to(self.shape.compute_dtype), values.to(self.shape.compute_dtype)
@@ -91,10 +91,10 @@ class HeadStore:
             yield self._restore(k_codes, v_codes, self._scales[slots, start:end].flatten(1, 2))
 
     def write_exact(self, slots: slice, table: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Stores whole blocks of an unpacked pool [heads, blocks * BLOCK, d] without waiting for the device."""
+        """Stores whole blocks of an unpacked pool [heads, blocks * block, d] without waiting for the device."""
         index = table.long()
-        self._keys[slots].index_copy_(1, index, keys.unflatten(1, (-1, BLOCK)))
-        self._values[slots].index_copy_(1, index, values.unflatten(1, (-1, BLOCK)))
+        self._keys[slots].index_copy_(1, index, keys.unflatten(1, (-1, self.shape.block)))
+        self._values[slots].index_copy_(1, index, values.unflatten(1, (-1, self.shape.block)))
 
     def packed(self, slots: slice, table: Tensor) -> Packed:
         """The blocks in `table` (int32, on the pool's device) as they are stored, for a decode kernel."""
@@ -107,7 +107,7 @@ class HeadStore:
         return [(self._keys, 1), (self._values, 2), (self._scales, 1)]
 
     def pack_full(self, keys: Tensor, values: Tensor, table: Tensor, full: Tensor) -> None:
-        """Packs the newest block of a sequence's heads if it is full: keys, values [heads, 2 BLOCK, width].
+        """Packs the newest block of a sequence's heads if it is full: keys, values [heads, exact_tokens, width].
 
         full: int32 [1] on the device, the block's place in `table`, below 0 for none.
         """
@@ -117,4 +117,4 @@ class HeadStore:
             share = kv4.step_share(shape.head_dim, shape.bits)
             fragment.pack_full((keys, values), packed, table, full, share, shape.bits == 8)
         elif (place := int(full)) >= 0:
-            self.write(slice(None), [int(table[place])], keys[:, BLOCK:], values[:, BLOCK:])
+            self.write(slice(None), [int(table[place])], keys[:, shape.front :], values[:, shape.front :])

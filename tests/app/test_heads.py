@@ -17,7 +17,7 @@ from app.model import choose_pattern, find_model, plan_context
 from app.ui.heads import comparison
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
-from models.cache.shape import BLOCK, CacheShape
+from models.cache.shape import CacheShape
 from models.checkpoint import open_checkpoint
 
 CPU = torch.device("cpu")
@@ -62,10 +62,11 @@ def test_costs_are_those_of_the_cache() -> None:
     half, full = (ratio_cost(config, pattern, settings, ratio, 4096, CPU) for ratio in (0.5, 1.0))
     mask = pattern.retrieval_mask(0.5)
     shape = CacheShape.for_model(config, mask, "kv4", pattern.sink, pattern.recent, CPU)
-    cache = DuoCache(BlockPool(shape, 40, CPU))
+    cache = DuoCache(BlockPool(shape, 80, CPU))
     cache.reserve(4096)
     real = cache.retrieval_bytes + cache.streaming_bytes
-    assert half.cache_bytes == pytest.approx(real + BLOCK * shape.bytes_per_token)  # the plan counts whole contexts
+    unpacked = 4096 - shape.packed_blocks(4096) * shape.block  # the plan counts whole contexts
+    assert half.cache_bytes == pytest.approx(real + unpacked * shape.bytes_per_token)
     assert (half.heads, full.heads, full.attention) == (45, 90, 1.0)
     # 45 heads see all, 45 see a window w: of 4096 tokens' pasts, w (w + 1) / 2 + (4096 - w) w of 4096 * 4097 / 2
     w = pattern.sink + pattern.recent

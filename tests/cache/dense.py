@@ -2,7 +2,7 @@
 
 import torch
 
-from models.cache.shape import BLOCK, CacheShape
+from models.cache.shape import CacheShape
 from quant import kv4
 
 
@@ -20,7 +20,8 @@ def attend(shape: CacheShape, layer: int, q, k, v):
             seen_as_is = seen_as_is & ((j < shape.sink) | (j > i - shape.recent))
             packed = torch.zeros(n, n, dtype=torch.bool)
         else:
-            packed = seen_as_is & (j >= BLOCK) & (j // BLOCK != i // BLOCK) if shape.bits < 16 else seen_as_is & False
+            i_block, j_block = ((x - shape.front) // shape.block for x in (i, j))
+            packed = seen_as_is & (j >= shape.front) & (i_block != j_block) & (shape.bits < 16)
             seen_as_is = seen_as_is & ~packed
             if shape.bits < 16:
                 bits = 8 if shape.wide_heads and head < shape.wide_heads[layer] else shape.bits

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from models.cache import retrieval
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
-from models.cache.shape import BLOCK, CacheShape
+from models.cache.shape import CacheShape
 from models.errors import PoolExhausted
 from tests.cache import dense
 
@@ -18,9 +18,13 @@ CPU = torch.device("cpu")
 LAYERS, KV_HEADS = 2, 3
 
 
-def _shape(retrieval=(1, 2), bits=16, sink=4, recent=20, group=2, head_dim=16, exact=torch.float32, wide=()):
+# Tokens of a block, and first ones that stay as they are: a GPU's, a CPU's, and others.
+BLOCKS = [(128, 128), (64, 16), (64, 0), (64, 100), (32, 33)]
+
+
+def _shape(retrieval=(1, 2), bits=16, sink=4, recent=20, group=2, head_dim=16, exact=torch.float32, **others):
     streaming = tuple(KV_HEADS - n for n in retrieval)
-    return CacheShape(retrieval, streaming, group, head_dim, sink, recent, bits, exact, torch.float32, wide_heads=wide)
+    return CacheShape(retrieval, streaming, group, head_dim, sink, recent, bits, exact, torch.float32, **others)
 
 
 def _tokens(shape, n, seed=0):
@@ -47,31 +51,34 @@ def _dense(shape, tokens):
 
 
 def _pool(shape, tokens=2048):
-    return BlockPool(shape, tokens // BLOCK, CPU)
+    return BlockPool(shape, -(-tokens // shape.block), CPU)
 
 
 @st.composite
 def _cases(draw):
-    n = draw(st.sampled_from([1, 2, 127, 128, 129, 255, 256, 257, 300, 384, 511, 640]))
+    n = draw(st.sampled_from([1, 2, 16, 17, 79, 80, 81, 127, 128, 129, 255, 256, 257, 300, 384, 511, 640]))
     sizes, left = [], n
     while left:
-        size = min(left, draw(st.sampled_from([1, 2, 3, 31, 100, 127, 128, 129, 200, 256, 700])))
+        size = min(left, draw(st.sampled_from([1, 2, 3, 16, 31, 64, 80, 100, 127, 128, 129, 200, 256, 700])))
         sizes.append(size)
         left -= size
     retrieval = tuple(draw(st.integers(0, KV_HEADS)) for _ in range(LAYERS))
     wide = tuple(draw(st.integers(0, kept)) for kept in retrieval)
     sink = draw(st.sampled_from([0, 1, 4, 128, 150, 1000]))
     recent = draw(st.sampled_from([1, 2, 20, 64, 255, 256, 300, 2000]))
-    return n, sizes, retrieval, wide, sink, recent
+    return n, sizes, retrieval, wide, sink, recent, draw(st.sampled_from(BLOCKS))
 
 
 # The fixture only poisons fresh memory: it need not be set up again between examples.
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(_cases(), st.sampled_from([16, 8, 4.5, 4]))  # 4.5: some heads in 8 bits
 def test_equals_the_naive_dense_cache(poisoned, case, bits):
-    n, sizes, retrieval, wide, sink, recent = case
+    n, sizes, retrieval, wide, sink, recent, (block, front) = case
     exact = torch.float32 if bits == 16 else torch.float16
-    shape = _shape(retrieval, int(bits), sink, recent, exact=exact, wide=wide if bits == 4.5 else ())
+    wide = wide if bits == 4.5 else ()
+    shape = _shape(retrieval, int(bits), sink, recent, exact=exact, wide_heads=wide, block=block, front=front)
     tokens = _tokens(shape, n)
     out = _feed(DuoCache(_pool(shape)), tokens, 0, sizes)
     torch.testing.assert_close(out.double(), _dense(shape, tokens), rtol=0, atol=1e-4)
@@ -79,10 +86,11 @@ def test_equals_the_naive_dense_cache(poisoned, case, bits):
 
 @pytest.mark.parametrize("sizes", [[640], [1] * 40 + [600], [500] + [1] * 140, [33, 257, 1, 349]])
 @pytest.mark.parametrize(("bits", "wide"), [(4, ()), (4, (1, 1)), (8, ())])
-def test_fast_kernels_are_within_their_bound(poisoned, sizes, bits, wide):
+@pytest.mark.parametrize(("block", "front"), [(128, 128), (64, 16), (64, 0), (64, 100)])
+def test_fast_kernels_are_within_their_bound(poisoned, sizes, bits, wide, block, front):
     """bf16 products: 1 % of the outputs' norm, whatever the chunking."""
-    shape = _shape(bits=bits, sink=16, recent=100, head_dim=64, exact=torch.float16, wide=wide)
-    shape = replace(shape, compute_dtype=torch.bfloat16)
+    shape = _shape(bits=bits, sink=16, recent=100, head_dim=64, exact=torch.float16, wide_heads=wide)
+    shape = replace(shape, compute_dtype=torch.bfloat16, block=block, front=front)
     tokens = _tokens(shape, 640)
     out = _feed(DuoCache(_pool(shape)), tokens, 0, sizes).double()
     want = _dense(shape, tokens)
@@ -91,10 +99,11 @@ def test_fast_kernels_are_within_their_bound(poisoned, sizes, bits, wide):
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_history_is_read_in_tiles(poisoned, monkeypatch, bits):
+@pytest.mark.parametrize(("block", "front"), BLOCKS)
+def test_history_is_read_in_tiles(poisoned, monkeypatch, bits, block, front):
     """More history than one tile holds, in scattered blocks as well as in one run."""
-    monkeypatch.setattr(retrieval, "TILE", 2 * BLOCK)
-    shape = _shape(bits=bits, exact=torch.float32 if bits == 16 else torch.float16)
+    monkeypatch.setattr(retrieval, "TILE", 2 * block)
+    shape = _shape(bits=bits, exact=torch.float32 if bits == 16 else torch.float16, block=block, front=front)
     pool, tokens = _pool(shape, 4096), _tokens(shape, 1300)
     hole, cache = pool.allocate(3), DuoCache(pool)
     pool.release([hole[1]])
@@ -103,8 +112,9 @@ def test_history_is_read_in_tiles(poisoned, monkeypatch, bits):
 
 
 @pytest.mark.parametrize("bits", [16, 4])
-def test_fork_and_rewind_equal_a_fresh_run(poisoned, bits):
-    shape = _shape(bits=bits, exact=torch.float32 if bits == 16 else torch.float16)
+@pytest.mark.parametrize(("block", "front"), BLOCKS)
+def test_fork_and_rewind_equal_a_fresh_run(poisoned, bits, block, front):
+    shape = _shape(bits=bits, exact=torch.float32 if bits == 16 else torch.float16, block=block, front=front)
     pool = _pool(shape)
     first, second = _tokens(shape, 700, seed=1), _tokens(shape, 700, seed=2)
     cache = DuoCache(pool)
@@ -120,14 +130,15 @@ def test_fork_and_rewind_equal_a_fresh_run(poisoned, bits):
     torch.testing.assert_close(branched.double(), _dense(shape, joined)[:, 371:672], rtol=0, atol=1e-4)
 
 
-def test_forks_share_blocks_and_give_them_all_back():
-    shape = _shape(bits=4, exact=torch.float16)
+@pytest.mark.parametrize(("block", "front", "packed"), [(128, 128, 6), (64, 16, 15), (64, 0, 15), (64, 100, 14)])
+def test_forks_share_blocks_and_give_them_all_back(block, front, packed):
+    shape = _shape(bits=4, exact=torch.float16, block=block, front=front)
     pool = _pool(shape)
     tokens = _tokens(shape, 1024)
     cache = DuoCache(pool)
     _feed(cache, tokens, 0, [1000])
     used = pool.blocks - pool.free
-    assert used == 1000 // BLOCK - 1
+    assert used == packed
     forks = [cache.fork() for _ in range(10)]
     assert pool.blocks - pool.free == used
     cache.release()
@@ -175,7 +186,7 @@ def test_memory_grows_by_the_planned_bytes_a_token():
     _feed(cache, tokens, 640, [1024])
     assert cache.retrieval_bytes - before == 1024 * shape.bytes_per_token
     assert shape.bytes_per_token == 3 * 2 * (32 + 4)
-    assert cache.pool.blocks * BLOCK * shape.bytes_per_token == sum(t.nbytes for t, _ in cache.pool._stored())
+    assert cache.pool.blocks * shape.block * shape.bytes_per_token == sum(t.nbytes for t, _ in cache.pool._stored())
 
 
 def test_recent_window_is_kept_bit_for_bit():

@@ -11,7 +11,7 @@ from kernels.attention_decode import Clock
 from models.cache.duo import DuoCache
 from models.cache.live import LiveCache, clock_at
 from models.cache.pool import BlockPool
-from models.cache.shape import BLOCK, CacheShape
+from models.cache.shape import CacheShape
 
 SHAPE = CacheShape((2, 0, 1), (1, 3, 2), 2, 64, 8, 40, 4, torch.float16, torch.float32)
 
@@ -29,8 +29,9 @@ def _step(cache, q, k, v):
 
 @pytest.mark.parametrize("start", [0, 1, 47, 127, 300, 383])
 @pytest.mark.parametrize(("bits", "wide"), [(4, ()), (4, (1, 0, 1)), (4, (2, 0, 0)), (8, ())])
-def test_equals_the_plain_cache_through_full_blocks_and_a_token_taken_back(poisoned, start, bits, wide):
-    pool = BlockPool(replace(SHAPE, bits=bits, wide_heads=wide), 16, torch.device("cpu"))
+@pytest.mark.parametrize(("block", "front"), [(128, 128), (64, 16)])
+def test_equals_the_plain_cache_through_full_blocks_and_a_token_taken_back(poisoned, start, bits, wide, block, front):
+    pool = BlockPool(replace(SHAPE, bits=bits, wide_heads=wide, block=block, front=front), 24, torch.device("cpu"))
     pool.release(pool.allocate(3)[1:2])  # so that a sequence's blocks are no run
     plain, live = DuoCache(pool), LiveCache(pool)
     if start:
@@ -86,4 +87,18 @@ def test_the_clock(position, clock):
     got = clock_at(torch.tensor([position]), SHAPE)
     assert got.dtype == torch.int32
     assert Clock(*got.tolist()) == clock
-    assert BLOCK == 128
+
+
+@pytest.mark.parametrize(
+    ("position", "clock"),
+    [
+        (15, Clock(16, 0, 15, 16, 15, -1)),
+        (16, Clock(17, 0, 16, 17, 16, -1)),
+        (79, Clock(80, 0, 79, 48, 39, 0)),
+        (80, Clock(17, 1, 16, 48, 40, -1)),
+        (1103, Clock(80, 16, 79, 48, 23, 16)),
+    ],
+)
+def test_the_clock_of_smaller_blocks(position, clock):
+    got = clock_at(torch.tensor([position]), replace(SHAPE, block=64, front=16))
+    assert Clock(*got.tolist()) == clock

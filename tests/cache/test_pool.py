@@ -5,7 +5,7 @@ import torch
 
 from kernels.attention_decode.ref import stretches
 from models.cache.pool import BlockPool
-from models.cache.shape import BLOCK, CacheShape
+from models.cache.shape import CacheShape
 from models.errors import PoolExhausted
 
 SHAPE = CacheShape((1,), (0,), 1, 16, 0, 1, 16, torch.float32, torch.float32)
@@ -34,17 +34,17 @@ def test_scattered_blocks_serve_when_no_run_is_left():
 def test_too_many_takes_none():
     pool = _pool(4)
     pool.allocate(2)
-    with pytest.raises(PoolExhausted, match=f"{3 * BLOCK}"):
+    with pytest.raises(PoolExhausted, match=f"{3 * SHAPE.block}"):
         pool.allocate(3)
     assert pool.free == 2
 
 
 def test_read_gives_back_what_was_written_in_any_order_of_ids():
     (store,) = _pool(8).stores
-    keys, values = torch.randn(2, 1, 3 * BLOCK, 16)
+    keys, values = torch.randn(2, 1, 3 * SHAPE.block, 16)
     store.write(slice(0, 1), [5, 2, 3], keys, values)
     read = list(store.read(slice(0, 1), [5, 2, 3], 8192))
-    assert [k.shape[1] for k, _ in read] == [BLOCK, 2 * BLOCK]
+    assert [k.shape[1] for k, _ in read] == [SHAPE.block, 2 * SHAPE.block]
     assert torch.equal(torch.cat([k for k, _ in read], 1), keys)
     assert torch.equal(torch.cat([v for _, v in read], 1), values)
 

@@ -21,6 +21,12 @@ SHAPES = {
         (2, 2), (1, 1), 3, 64, 16, 100, 4, torch.float16, torch.float32, wide_heads=(1, 2)
     ),
     "bf16": CacheShape((2, 1), (0, 1), 3, 64, 16, 100, 16, torch.bfloat16, torch.float32),
+    "kv4 in smaller blocks": CacheShape(
+        (2, 1), (1, 2), 3, 64, 16, 100, 4, torch.float16, torch.float32, block=64, front=16
+    ),
+    "bf16 in smaller blocks": CacheShape(
+        (2, 1), (0, 1), 3, 64, 16, 100, 16, torch.bfloat16, torch.float32, block=64, front=16
+    ),
     "streaming only": CacheShape((0, 0), (2, 2), 3, 64, 16, 100, 4, torch.float16, torch.float32),
 }
 
@@ -139,10 +145,11 @@ def test_what_does_not_fit_or_is_stopped_takes_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         read_chain(chain, pool, (), stop)
     assert pool.free == pool.blocks
-    other = BlockPool(SHAPES["kv8"], 16, torch.device("cpu"))
-    with pytest.raises(BadSnapshot, match="another shape"):
-        read_chain(chain, other, (), lambda tokens: None)
-    assert other.free == other.blocks
+    for name in ("kv8", "kv4 in smaller blocks"):
+        other = BlockPool(SHAPES[name], 16, torch.device("cpu"))
+        with pytest.raises(BadSnapshot, match="another shape"):
+            read_chain(chain, other, (), lambda tokens: None)
+        assert other.free == other.blocks
 
 
 def test_dump_and_fill_are_inverse_for_every_format():
@@ -159,7 +166,7 @@ def test_dump_and_fill_are_inverse_for_every_format():
 
 # What a file of each VERSION holds. Where this test fails, the stored format has changed: raise VERSION in
 # models/cache/snapshot.py, so that older files are read no more, and put the new hash here.
-FORMATS = {2: "6d9d866cc031e202"}
+FORMATS = {3: "85a147c72bed8f3f"}
 
 
 def _codes(*size):
@@ -174,15 +181,17 @@ def test_the_stored_format_belongs_to_its_version(tmp_path, poisoned, monkeypatc
         digest.update(backend.name.encode())
         for pack in (backend.run.pack_keys, backend.run.pack_values):
             digest.update(pack(_codes(2, 256, 64)).contiguous().numpy().tobytes())
-    shape = SHAPES["bf16"]  # no arithmetic: the bytes are those of the tokens
-    pool = BlockPool(shape, 8, torch.device("cpu"))
-    cache = DuoCache(pool)
-    cache.begin(500)
-    for layer in range(2):
-        heads = shape.retrieval_heads[layer] + shape.streaming_heads[layer]
-        k = torch.arange(500 * heads * 64).view(500, heads, 64) % 251 + layer
-        cache.attend(layer, torch.zeros(500, heads * shape.group, 64), k.float(), 2.0 * k)
-    cache.commit()
-    write_snapshot(tmp_path / "one.kv", cache, _about("one"), lambda: True)
-    digest.update((tmp_path / "one.kv").read_bytes())
+    for name in ("bf16", "bf16 in smaller blocks"):  # no arithmetic: the bytes are those of the tokens
+        shape = SHAPES[name]
+        pool = BlockPool(shape, 8, torch.device("cpu"))
+        cache = DuoCache(pool)
+        cache.begin(500)
+        for layer in range(2):
+            heads = shape.retrieval_heads[layer] + shape.streaming_heads[layer]
+            k = torch.arange(500 * heads * 64).view(500, heads, 64) % 251 + layer
+            cache.attend(layer, torch.zeros(500, heads * shape.group, 64), k.float(), 2.0 * k)
+        cache.commit()
+        path = tmp_path / f"{shape.block}.kv"
+        write_snapshot(path, cache, _about("one"), lambda: True)
+        digest.update(path.read_bytes())
     assert FORMATS[VERSION] == digest.hexdigest()[:16]

@@ -6,7 +6,7 @@ import torch
 from app.engine.prefix import PrefixStore
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
-from models.cache.shape import BLOCK, CacheShape
+from models.cache.shape import CacheShape
 
 SHAPE = CacheShape((1,), (0,), 1, 16, 0, 1, 16, torch.float32, torch.float32)
 
@@ -37,9 +37,9 @@ def test_longest_strict_prefix_wins():
 def test_a_chat_keeps_its_newest_and_everything_is_given_back():
     pool, store = _pool(), PrefixStore()
     for n in range(1, 8):
-        store.keep(list(range(n * BLOCK)), _cache(pool, n * BLOCK), "a")
-    assert store.find(np.arange(2 * BLOCK)) is None
-    assert store.find(np.arange(9 * BLOCK)).length == 7 * BLOCK
+        store.keep(list(range(n * SHAPE.block)), _cache(pool, n * SHAPE.block), "a")
+    assert store.find(np.arange(2 * SHAPE.block)) is None
+    assert store.find(np.arange(9 * SHAPE.block)).length == 7 * SHAPE.block
     while store.drop_oldest():
         pass
     assert pool.free == pool.blocks

@@ -9,14 +9,14 @@ import torch
 
 from app.config import Settings
 from app.embedded import embedded_model_path
-from app.engine.runner import build_runner
+from app.engine.runner import _EARLY, build_runner
 from app.engine.sizing import fit, resolve_shape
 from app.engine.types import SamplingParams
 from app.errors import ContextTooLong
 from benchmarks._llama_8b import LLAMA_8B
 from models.build import load_decoder
 from models.cache.plan import plan_memory
-from models.cache.shape import BLOCK, CacheShape
+from models.cache.shape import CacheShape
 from models.checkpoint import open_checkpoint
 from models.config import ModelConfig
 from models.errors import BadPattern, DoesNotFit
@@ -72,7 +72,7 @@ def test_second_turn_reads_only_its_new_tokens(runner, prose_ids):
 
 def test_the_same_prompt_again_reads_its_last_block_only_and_answers_the_same(runner, prose_ids):
     cached, first, second = _ask_twice(runner, prose_ids[1000:1650])
-    assert cached == 649 // BLOCK * BLOCK
+    assert cached == 649 // _EARLY * _EARLY
     assert second == first
 
 
@@ -84,7 +84,7 @@ def test_asking_again_reads_at_most_a_block_or_the_last_chunk(runner, prose_ids,
     _read(runner, slot, prompt)
     slot.publish("d")
     again = runner.start(prompt, "d")
-    assert length - again.cached <= BLOCK
+    assert length - again.cached <= _EARLY
     again.discard()
 
 
@@ -114,7 +114,7 @@ def test_a_stopped_prefill_keeps_no_more_blocks_than_it_filled(runner, prose_ids
     slot = runner.start(prompt, "e")
     slot.prefill(prompt[:300])
     slot.publish("e")
-    assert runner.pool.blocks - runner.pool.free == 300 // BLOCK - 1
+    assert runner.pool.blocks - runner.pool.free == runner.pool.shape.packed_blocks(300)
     again = runner.start(prompt, "e")
     _read(runner, again, prompt)
     again.discard()

@@ -17,10 +17,10 @@ from kernels.gemv import ref as gemv_ref
 from kernels.kv4_pack import fragment as layout
 from kernels.norm_rope import cuda as placing
 from kernels.norm_rope import ref as placing_ref
-from models.cache.shape import BLOCK
 from quant import kv4
 
 CUDA = torch.device("cuda", 0)
+BLOCK = 128
 D, FAR = 128, 2**31
 
 

@@ -25,7 +25,7 @@ from models.cache.duo import DuoCache
 from models.cache.live import LiveCache
 from models.cache.plan import weights_bytes
 from models.cache.pool import BlockPool
-from models.cache.shape import BLOCK, CacheShape
+from models.cache.shape import CacheShape
 from models.config import ModelConfig
 from models.evidence import Watch, weigh
 from quant import kv4
@@ -33,6 +33,7 @@ from quant.w8a8 import DenseLinear, W8A8Linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 CUDA = torch.device("cuda", 0)
+BLOCK = 128
 SHAPE = CacheShape((2, 0, 1), (1, 3, 2), 4, 128, 8, 40, 4, torch.float16, torch.float16)
 
 

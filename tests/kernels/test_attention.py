@@ -76,7 +76,8 @@ def test_merge_of_disjoint_keys_is_attention_over_all():
 @pytest.mark.parametrize(
     ("d", "group", "runs"), [(64, 3, (128,)), (64, 1, (256, 128, 1024)), (128, 8, (384,)), (64, 4, ())]
 )
-def test_decode_equals_float64_on_the_same_codes(backend, d, group, runs):
+@pytest.mark.parametrize("size", [64, 128])
+def test_decode_equals_float64_on_the_same_codes(backend, d, group, runs, size):
     layout = KV4_LAYOUT.choose(CPU, head_dim=d).backend.run
     heads, exact = 3, 200
     q = torch.randn(heads, group, d) * 2
@@ -86,17 +87,17 @@ def test_decode_equals_float64_on_the_same_codes(backend, d, group, runs):
         k, v = torch.randn(2, heads, tokens, d)
         (k_codes, k_scales), (v_codes, v_scales) = kv4.quantize(k, 4), kv4.quantize(v, 4)
         scales = torch.cat((k_scales, v_scales), -1)
-        for i in range(0, tokens + 128, 128):  # one block more than is read lies between the runs
-            part = slice(i % tokens, i % tokens + 128)
+        for i in range(0, tokens + size, size):  # one block more than is read lies between the runs
+            part = slice(i % tokens, i % tokens + size)
             packed = layout.pack_keys(k_codes[:, part]), layout.pack_values(v_codes[:, part]), scales[:, part]
             blocks.append(packed if i < tokens else [torch.zeros_like(x) for x in packed])
-        table += range(place, place + tokens // 128)
+        table += range(place, place + tokens // size)
         place = len(blocks)
         keys.append((k_codes.double() - 8) * k_scales[..., :1].double() + k_scales[..., 1:].double())
         values.append((v_codes.double() - 8) * v_scales[..., :1].double() + v_scales[..., 1:].double())
     if not blocks:
-        none = torch.zeros(heads, 128, d, dtype=torch.uint8)
-        blocks = [(layout.pack_keys(none), layout.pack_values(none), torch.zeros(heads, 128, 4).half())]
+        none = torch.zeros(heads, size, d, dtype=torch.uint8)
+        blocks = [(layout.pack_keys(none), layout.pack_values(none), torch.zeros(heads, size, 4).half())]
     pool = [torch.stack([b[i] for b in blocks], axis) for i, axis in ((0, 1), (1, 2), (2, 1))]
     out = backend.run.decode(
         q, exact_k, exact_v, Packed(*pool, torch.tensor(table, dtype=torch.int32)), layout, d**-0.5

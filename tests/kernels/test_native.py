@@ -21,7 +21,7 @@ from kernels.norm_rope import native as rope_native
 from kernels.norm_rope import ref as rope_ref
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
-from models.cache.shape import BLOCK, CacheShape
+from models.cache.shape import CacheShape
 from models.cache.store import HeadStore
 from quant import kv4
 
@@ -131,10 +131,11 @@ def test_positions_and_rotation(n, heads, d):
 
 
 @_needs(pack_native.declines(CPU, 64))
+@pytest.mark.parametrize("block", [64, 128])
 @pytest.mark.parametrize(("d", "bits"), [(64, 4), (128, 4), (64, 8), (128, 8)])
-def test_blocks_are_packed_bit_for_bit_as_by_the_reference(d, bits):
-    shape = CacheShape((2,), (0,), 2, d, 4, 8, bits, torch.float16, torch.float32)
-    k, v = (torch.randn(2, 2, 3 * BLOCK, d) * torch.logspace(-3, 3, 3 * BLOCK)[:, None]).half()
+def test_blocks_are_packed_bit_for_bit_as_by_the_reference(d, bits, block):
+    shape = CacheShape((2,), (0,), 2, d, 4, 8, bits, torch.float16, torch.float32, block=block)
+    k, v = (torch.randn(2, 2, 3 * block, d) * torch.logspace(-3, 3, 3 * block)[:, None]).half()
     k[0, 5] = 0.25  # no range
     if bits == 8:
         k, v = kv4.widen(k), kv4.widen(v)
@@ -170,11 +171,12 @@ def test_held_and_new_tokens_are_joined():
         ((300, 2, 300), 256, 2, 1),
     ],
 )
-def test_a_chunk_over_blocks_equals_the_reference(sizes, d, group, heads):
+@pytest.mark.parametrize(("block", "front"), [(128, 128), (64, 16), (64, 0), (128, 33), (64, 100)])
+def test_a_chunk_over_blocks_equals_the_reference(sizes, d, group, heads, block, front):
     outs = []
     for dtype in (torch.float32, torch.bfloat16):
-        shape = CacheShape((heads,), (0,), group, d, 4, 8, 4, torch.float16, dtype)
-        cache = DuoCache(BlockPool(shape, 16, CPU))
+        shape = CacheShape((heads,), (0,), group, d, 4, 8, 4, torch.float16, dtype, block=block, front=front)
+        cache = DuoCache(BlockPool(shape, 32, CPU))
         torch.manual_seed(1)
         parts = []
         for n in sizes:

@@ -11,7 +11,7 @@ from app.embedded import embedded_model_path
 from models.build import Build, build_decoder, load_decoder
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
-from models.cache.shape import BLOCK, CacheShape
+from models.cache.shape import CacheShape
 from models.checkpoint import open_checkpoint
 from models.heads import HeadPattern
 from models.turn import narrow_turn
@@ -71,7 +71,7 @@ def _load(path, weights="fp32", kv="fp32", mask=None, sink=4, recent=16):
 
 
 def _logits(decoder, shape, ids, sizes):
-    cache = DuoCache(BlockPool(shape, len(ids) // BLOCK + 1, CPU))
+    cache = DuoCache(BlockPool(shape, len(ids) // shape.block + 1, CPU))
     hidden, start = [], 0
     for size in sizes:
         hidden.append(decoder.forward(ids[start : start + size], cache))

@@ -7,7 +7,7 @@ import torch
 from models import evidence
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
-from models.cache.shape import BLOCK, CacheShape
+from models.cache.shape import CacheShape
 from models.evidence import Watch, weigh
 from quant import kv4
 
@@ -15,11 +15,11 @@ D, LAYERS, GROUP = 16, 2, 2
 HEADS = [(0, 1), (1, 0), (1, 3), (1, 2)]  # of two and of one KV head
 
 
-def _answered(n, prompt, bits):
+def _answered(n, prompt, bits, block=128, front=128):
     """A cache of n tokens whose queries from `prompt` - 1 on were watched, with q and k [layers, n, heads, d]."""
     exact = torch.float32 if bits == 16 else torch.float16
-    shape = CacheShape((2, 2), (0, 0), GROUP, D, 0, 1, bits, exact, torch.float32)
-    cache = DuoCache(BlockPool(shape, -(-n // BLOCK), torch.device("cpu")))
+    shape = CacheShape((2, 2), (0, 0), GROUP, D, 0, 1, bits, exact, torch.float32, block=block, front=front)
+    cache = DuoCache(BlockPool(shape, -(-n // block), torch.device("cpu")))
     q = torch.randn(LAYERS, n, 2 * GROUP, D) * 3
     k, v = torch.randn(2, LAYERS, n, 2, D)
     at = 0
@@ -33,14 +33,14 @@ def _answered(n, prompt, bits):
     return cache, q, k
 
 
-def _truth(q, k, n, prompt, bits):
+def _truth(q, k, n, prompt, bits, block=128, front=128):
     k = k.double() if bits == 16 else k.half().double()
-    if bits < 16:  # the first block and the newest one are as they came
+    if bits < 16:  # the first tokens and the newest block are as they came
         codes, scale = kv4.quantize(k.float(), bits)
         packed = (codes.double() - 8) * scale[..., :1].double() + scale[..., 1:].double()
         packed = kv4.join(packed) if bits == 8 else packed
-        whole = max(n // BLOCK, 1) * BLOCK
-        k = torch.cat((k[:, :BLOCK], packed[:, BLOCK:whole], k[:, whole:]), 1)
+        whole = front + max(n - front, 0) // block * block
+        k = torch.cat((k[:, :front], packed[:, front:whole], k[:, whole:]), 1)
     rows = []
     for layer, head in HEADS:
         scores = q[layer, prompt - 1 :, head].double() @ k[layer, :prompt, head // GROUP].T / D**0.5
@@ -50,22 +50,25 @@ def _truth(q, k, n, prompt, bits):
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize(("prompt", "answer"), [(5, 1), (128, 1), (129, 3), (300, 90), (511, 2)])
-def test_every_token_of_a_short_prompt_is_weighed(poisoned, prompt, answer, bits):
+@pytest.mark.parametrize("form", [(128, 128), (64, 16)])
+def test_every_token_of_a_short_prompt_is_weighed(poisoned, prompt, answer, bits, form):
     n = prompt + answer - 1
-    cache, q, k = _answered(n, prompt, bits)
+    cache, q, k = _answered(n, prompt, bits, *form)
     looked = weigh(cache, cache.watch, prompt)
     assert np.array_equal(looked.positions, np.arange(prompt))
-    np.testing.assert_allclose(looked.masses, _truth(q, k, n, prompt, bits), atol=2e-5)
+    np.testing.assert_allclose(looked.masses, _truth(q, k, n, prompt, bits, *form), atol=2e-5)
 
 
 @pytest.mark.parametrize("bits", [16, 4])
-def test_a_long_prompt_is_weighed_where_it_counts(poisoned, monkeypatch, bits):
-    monkeypatch.setattr(evidence, "_SHARP", 3)
-    prompt, n = 6 * BLOCK + 7, 6 * BLOCK + 40
-    cache, q, k = _answered(n, prompt, bits)
+@pytest.mark.parametrize(("block", "front"), [(128, 128), (64, 16)])
+def test_a_long_prompt_is_weighed_where_it_counts(poisoned, monkeypatch, bits, block, front):
+    monkeypatch.setattr(evidence, "_SHARP", 3 * block)
+    prompt, n = front + 5 * block + 7, front + 5 * block + 40
+    cache, q, k = _answered(n, prompt, bits, block, front)
     looked = weigh(cache, cache.watch, prompt)
-    truth = _truth(q, k, n, prompt, bits)
-    sums = np.add.reduceat(truth, np.arange(0, prompt, BLOCK))
+    truth = _truth(q, k, n, prompt, bits, block, front)
+    starts = [0, *range(front, prompt, block)]
+    sums = np.add.reduceat(truth, starts)
     best = sorted(np.argsort(-sums)[:3])
-    assert sorted(set(looked.positions // BLOCK)) == best
+    assert sorted(set(np.searchsorted(starts, looked.positions, "right") - 1)) == best
     np.testing.assert_allclose(looked.masses, truth[looked.positions], atol=2e-5)

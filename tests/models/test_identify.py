@@ -14,7 +14,7 @@ from kernels.norm_rope import rms_norm
 from models.build import load_decoder
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
-from models.cache.shape import BLOCK, CacheShape
+from models.cache.shape import CacheShape
 from models.checkpoint import open_checkpoint
 from models.decoder import Decoder
 from models.errors import BadPattern
@@ -53,7 +53,7 @@ def test_gates_of_zero_and_one_give_the_decoders_hidden_states(name: str, tmp_pa
     plain, _ = decoder_of(tmp_path, np.ones_like(MASK))
     for mask in (np.ones_like(MASK), MASK, np.zeros_like(MASK)):
         served, shape = decoder_of(tmp_path, mask)
-        hidden = served.forward(ids, DuoCache(BlockPool(shape, len(ids) // BLOCK + 1, CPU)))
+        hidden = served.forward(ids, DuoCache(BlockPool(shape, len(ids) // shape.block + 1, CPU)))
         expected = rms_norm(hidden, served.norm, served.config.norm_eps)
         gates = torch.from_numpy(mask).float()
         for attend in (gated(gates, SINK, RECENT), masked(torch.from_numpy(mask), SINK, RECENT)):

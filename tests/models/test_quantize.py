@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from models.build import load_decoder, make_layer
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
-from models.cache.shape import BLOCK, CacheShape
+from models.cache.shape import CacheShape
 from models.checkpoint import open_checkpoint
 from models.config import ModelConfig
 from models.errors import UnsupportedModel
@@ -62,7 +62,7 @@ def _hidden(path, ids, weights="w8a8", mask=None, kv="fp32"):
     mask = np.ones((config.num_layers, config.num_kv_heads), bool) if mask is None else mask
     shape = CacheShape.for_model(config, mask, kv, 16, 64, CPU)
     decoder = load_decoder(checkpoint, mask, weights, shape, CPU)
-    return decoder.logits(decoder.forward(ids, DuoCache(BlockPool(shape, -(-len(ids) // BLOCK), CPU))))
+    return decoder.logits(decoder.forward(ids, DuoCache(BlockPool(shape, -(-len(ids) // shape.block), CPU))))
 
 
 @pytest.mark.parametrize("calibrated", [False, True])
