@@ -15,7 +15,7 @@ from quant import kv4
 
 # Tokens of a block, and first tokens that stay unpacked. A GPU's kernels take both as 128. On a CPU, where a model is
 # small and so is a chat, what stays unpacked would be the larger part of a short one: a block is one packing panel.
-_BLOCKS = {"cpu": (64, 16), "cuda": (128, 128)}
+_BLOCKS = {"cpu": (64, 32), "cuda": (128, 128)}
 
 # --kv: bits of the packed history, dtype of everything that stays unpacked
 _FORMATS = {

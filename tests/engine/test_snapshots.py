@@ -200,7 +200,7 @@ def test_a_stopped_prefill_is_saved_too(tmp_path, prose_ids):
 def test_a_full_pool_takes_back_what_waits_to_be_written(tmp_path, prose_ids, monkeypatch):
     runner = _build(tmp_path)
     monkeypatch.setattr(runner_module, "CHECKPOINT_S", 0.0)
-    hold = runner.pool.allocate(runner.pool.free - 6)
+    hold = runner.pool.allocate(runner.pool.free - 768 // runner.pool.shape.block)
     for i in range(3):
         _ask(runner, [i, *prose_ids[:650]], (Mark(560, "A"),), steps=1, chat=f"chat {i}")
     runner.pool.release(hold)

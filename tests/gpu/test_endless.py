@@ -104,7 +104,7 @@ def test_an_answer_by_the_captured_step(poisoned, packed, sink, recent, length):
     """The runner captures it. Its logits beside those of steps that the host drives, through filling and sliding, and
     of a further turn; the step behind the last token is taken back."""
     shape, decoder = _decoder(sink, recent, packed)
-    runner = Runner(decoder, BlockPool(shape, 0, CUDA), MemoryPlan(sink + recent, 0, 0, 0, 0, 0), 64, {})
+    runner = Runner(decoder, BlockPool(shape, 0, CUDA), MemoryPlan(sink + recent, 0, 0, 0, 0, 0, 128), 64, {})
     graph = runner.graph
     assert graph is not None and isinstance(graph.live, LiveEndless) and runner.capacity is None
     prompt = torch.randint(0, 96, (length,)).tolist()

@@ -171,7 +171,7 @@ def test_held_and_new_tokens_are_joined():
         ((300, 2, 300), 256, 2, 1),
     ],
 )
-@pytest.mark.parametrize(("block", "front"), [(128, 128), (64, 16), (64, 0), (128, 33), (64, 100)])
+@pytest.mark.parametrize(("block", "front"), [(128, 128), (64, 32), (64, 0), (128, 33), (64, 16), (64, 100)])
 def test_a_chunk_over_blocks_equals_the_reference(sizes, d, group, heads, block, front):
     outs = []
     for dtype in (torch.float32, torch.bfloat16):

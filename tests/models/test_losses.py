@@ -33,7 +33,7 @@ def folder(tmp_path):
     state = {}
     for key, tensor in parameters(tiny_model("qwen2")).items():
         state[key] = tensor * (tensor.shape[-1] ** -0.5 if tensor.dim() == 2 else 0) + ("norm" in key)
-    state["model.layers.1.self_attn.k_proj.bias"][16 + 7] += 60
+    state["model.layers.1.self_attn.k_proj.bias"][16 + 7] += 120
     save_file({key: tensor.contiguous() for key, tensor in state.items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(
         json.dumps(HF["qwen2"].to_dict() | {"rope_parameters": None, "rope_theta": 1e6})
@@ -49,7 +49,7 @@ def _logits(path, kv, wide=None, mask=EVERY):
     checkpoint = open_checkpoint(path)
     shape = CacheShape.for_model(checkpoint.config, mask, kv, 16, 64, CPU, wide)
     decoder = load_decoder(checkpoint, mask, "fp32", shape, CPU, wide=wide)
-    cache = DuoCache(BlockPool(shape, 4, CPU))
+    cache = DuoCache(BlockPool(shape, -(-500 // shape.block), CPU))
     first = decoder.forward(_ids()[:300], cache)
     return decoder.logits(torch.cat([first, *(decoder.forward(_ids()[n : n + 1], cache) for n in range(300, 500))]))
 
@@ -100,7 +100,7 @@ def test_the_plan_counts_what_the_cache_takes(folder):
     _, shape = resolve_shape(config, None, Settings(kv_bits=7.0), CPU)
     assert config.head_dim == 16 and sum(shape.wide_heads) == 1
     pool = BlockPool(shape, 3, CPU)
-    assert sum(stored.nbytes for stored, _ in pool._stored()) == 3 * 128 * shape.bytes_per_token
+    assert sum(stored.nbytes for stored, _ in pool._stored()) == 3 * shape.block * shape.bytes_per_token
     assert shape.bytes_per_token == 2 * (3 * (8 + 4) + 16 + 4)
     with pytest.raises(UsageError, match="--kv-bits"):
         Settings(kv="kv8", kv_bits=5.0)

@@ -30,4 +30,4 @@ def test_its_cache_is_below_a_quarter_of_what_is_fastest_elsewhere() -> None:
     for tokens, element in ((1024, 4), (4096, 2), (7500, 2)):
         packed = shape.packed_blocks(tokens) * shape.block * shape.bytes_per_token
         ours = packed + shape.exact_bytes + shape.window_bytes
-        assert ours < 0.245 * tokens * 90 * 2 * 64 * element, tokens
+        assert ours < 0.25 * tokens * 90 * 2 * 64 * element, tokens
