@@ -17,7 +17,8 @@ _PASSAGE_CHARS = 500  # what a card shows
 _PARAGRAPH = re.compile(r"\n\s*\n")
 _SENTENCE = re.compile(r"(?<=[.!?\u3002\uff01\uff1f])[\"'”’)]*\s+|\n")
 _KEY_CHARS = 160  # of the words within a passage that had most of the attention
-_WEAK = 0.02  # share of the attention below which a passage is not worth a card
+# A passage with less of the attention than this, or than this share of the strongest one's, is in passing: no card.
+_WEAK, _BESIDE = 0.05, 1 / 6
 _QUOTE = re.compile(
     '\u201c([^\u201c\u201d]+)\u201d|\u201e([^\u201c\u201d\u201e]+)[\u201c\u201d]|"([^"\n]+)"|\u00ab([^\u00ab\u00bb]+)\u00bb'
 )
@@ -106,13 +107,34 @@ def passages(looked: Looked, sources: Sequence[Source], tokenizer: TokenBytes, m
             key = number, *bounds
             sums[key] = sums.get(key, 0.0) + float(mass)
             looks.setdefault(key, []).append((place, float(mass)))
-    total = sum(sums.values())
-    best = sorted(sums.items(), key=lambda item: (-item[1], item[0]))[:most]
+    total, found = sum(sums.values()), _joined(sums, sources)
+    best = sorted(found.items(), key=lambda item: (-item[1], item[0]))[:most]
     return [
         _passage(sources[number], start, end, mass / total, looks[number, start, end])
         for (number, start, end), mass in best
-        if mass > _WEAK * total
+        if mass > max(_WEAK * total, _BESIDE * best[0][1])
     ]
+
+
+def _joined(sums: Mapping[tuple[int, int, int], float], sources: Sequence[Source]) -> dict[tuple[int, int, int], float]:
+    """Passages (source, start, end) with their attention; a weaker one counts for one that it is part of.
+
+    They overlap, or they are neighbours within one line that was too long for a card.
+    """
+    joined: dict[tuple[int, int, int], float] = {}
+    for part in sorted(sums, key=lambda part: (-sums[part], part)):
+        number, start, end = part
+        for other in joined:
+            low, high = min(start, other[1]), max(end, other[2])
+            if other[0] != number or start > other[2] or end < other[1]:
+                continue
+            overlap = start < other[2] and other[1] < end
+            if overlap or "\n" not in sources[number].document.text[low:high].strip("\n"):
+                joined[other] += sums[part]
+                break
+        else:
+            joined[part] = sums[part]
+    return joined
 
 
 def char_offsets(tokenizer: TokenBytes, source: Source, tokens: np.ndarray) -> list[int]:
@@ -133,7 +155,7 @@ def _bounds(text: str, at: int) -> tuple[int, int]:
     reach = 8 * _PASSAGE_CHARS
     low, high = max(0, at - reach), min(len(text), at + reach)
     before = [found.end() for found in _PARAGRAPH.finditer(text, low, at + 1) if found.end() <= at]
-    start = before[-1] if before else low
+    start = before[-1] if before else _anchor(text, at - at % reach)
     after = _PARAGRAPH.search(text, at, high)
     end = after.start() if after and after.start() > at else (after.end() if after else high)
     while end - start > _PASSAGE_CHARS:
@@ -143,6 +165,12 @@ def _bounds(text: str, at: int) -> tuple[int, int]:
             return start, cut
         start = cut
     return start, max(end, at + 1)
+
+
+def _anchor(text: str, base: int) -> int:
+    """Where passages of a paragraph without an end in sight begin: the same for every place behind it."""
+    low = max(0, base - _PASSAGE_CHARS)
+    return max((found.end() for found in _SENTENCE.finditer(text, low, base) if found.end() <= base), default=base)
 
 
 def _key(text: str, start: int, end: int, looks: Sequence[tuple[int, float]]) -> tuple[int, int]:
@@ -167,7 +195,9 @@ def _passage(source: Source, start: int, end: int, strength: float, looks: Seque
     document = source.document
     place = document.place(start)
     text = document.text[start:end]
-    excerpt, before = text.strip(), start + len(text) - len(text.lstrip())
+    before = start + len(text) - len(text.lstrip())
+    before = max(start, document.text.rfind("\n", start, before) + 1)  # with the first line's indentation
+    excerpt = document.text[before:end].rstrip()
     low, high = (min(max(at - before, 0), len(excerpt)) for at in _key(document.text, start, end, looks))
     return Passage(source.label, place.file, start, end, place.page, place.line, round(strength, 4), excerpt, low, high)
 

@@ -396,6 +396,10 @@ class ChatService:
         loaded = self._need()
         return SelfTest(Examiner(loaded.model, loaded.engine), selection_of(document).text, count)
 
+    def reading_seconds(self, tokens: int) -> float | None:
+        """How long reading so many tokens from their beginning takes; None while that is not known."""
+        return loaded.engine.cost.seconds(0, tokens) if (loaded := self._loaded) is not None else None
+
     def saved_bytes(self, label: str | None = None) -> int:
         """Bytes on disk of what was read of a document, or of everything; 0 where nothing is saved."""
         return snapshots.bytes_of(label) if (snapshots := self._snapshots) is not None else 0

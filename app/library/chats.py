@@ -29,11 +29,12 @@ _ALIKE = 512  # tokens by which chats are compared before all of their ids are r
 
 @dataclass(frozen=True)
 class Listed:
-    """A chat in the list: `updated` in seconds since 1970."""
+    """A chat in the list: `updated` in seconds since 1970, `about` names the documents that it read first."""
 
     id: str
     title: str
     updated: float
+    about: str = ""
 
 
 class ChatStore:
@@ -177,7 +178,8 @@ class ChatStore:
             parts = [plain["title"]]
             for turn in plain["turns"]:
                 parts += [turn["question"], turn["answer"], *(source["name"] for source in turn["sources"])]
-            listed = Listed(plain["id"], plain["title"], max(turn["at"] for turn in plain["turns"]))
+            named = next(([s["name"] for s in turn["sources"]] for turn in plain["turns"] if turn["sources"]), [])
+            listed = Listed(plain["id"], plain["title"], max(turn["at"] for turn in plain["turns"]), ", ".join(named))
             known = self._known[path.stem] = (changed, listed, "\n".join(parts).casefold())
         return known[1], known[2]
 

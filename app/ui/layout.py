@@ -9,7 +9,7 @@ import gradio as gr
 from fastapi import FastAPI
 
 from app.service import ChatService
-from app.ui import sidebar, views
+from app.ui import frame, sidebar, status, strip
 from app.ui.handlers import Handlers
 from app.ui.heads import heads_panel
 from app.ui.parts import IDLE, Parts
@@ -30,7 +30,7 @@ def build_page(service: ChatService, loading: Loading, uploads: Uploads) -> gr.B
     with gr.Blocks(title="Octavo", analytics_enabled=False, fill_height=True) as page:
         tab, browser, arrival = (gr.Textbox(visible=False) for _ in range(3))
         header = gr.HTML(
-            views.header(uploads.max_bytes),
+            frame.header(uploads.max_bytes),
             elem_id="oc-header",
             apply_default_css=False,
             js_on_load="\n".join((_HERE / part).read_text(encoding="utf-8") for part in ("page.js", "turns.js")),
@@ -40,7 +40,7 @@ def build_page(service: ChatService, loading: Loading, uploads: Uploads) -> gr.B
             chats = gr.HTML("", elem_id="oc-chats", apply_default_css=False)
             library = gr.HTML("", elem_id="oc-library", apply_default_css=False)
         turns = gr.HTML("", elem_id="oc-turns", apply_default_css=False)
-        welcome = gr.HTML(views.WELCOME, elem_id="oc-welcome", apply_default_css=False)
+        welcome = gr.HTML(frame.welcome(), elem_id="oc-welcome", apply_default_css=False)
         chat = gr.Chatbot(
             elem_id="oc-chat",
             label="Conversation",
@@ -54,11 +54,11 @@ def build_page(service: ChatService, loading: Loading, uploads: Uploads) -> gr.B
             autoscroll=False,  # see turns.js
         )
         with gr.Column(elem_id="oc-dock") as dock:
-            strip = gr.HTML(views.loading_strip("", 0), elem_id="oc-strip", apply_default_css=False)
+            line = gr.HTML(strip.loading("", 0), elem_id="oc-strip", apply_default_css=False)
             with gr.Column(elem_id="oc-composer"):
                 shelf = gr.HTML("", elem_id="oc-shelf", apply_default_css=False)
                 with gr.Row(elem_id="oc-ask"):
-                    gr.HTML(views.ADD, elem_id="oc-add", apply_default_css=False)
+                    gr.HTML(frame.ADD, elem_id="oc-add", apply_default_css=False)
                     question = gr.Textbox(
                         elem_id="oc-question",
                         label="Question",
@@ -70,13 +70,13 @@ def build_page(service: ChatService, loading: Loading, uploads: Uploads) -> gr.B
                         container=False,
                         autofocus=True,
                     )
-            status = gr.HTML(views.status(None), elem_id="oc-status", apply_default_css=False)
+            foot = gr.HTML(status.status(None), elem_id="oc-status", apply_default_css=False)
         source = gr.HTML("", elem_id="oc-sources", apply_default_css=False)
         options = gr.HTML("", elem_id="oc-forms", apply_default_css=False)
         session = gr.State()
         with dock:
             heads_panel(service, session, [shelf, turns])
-        shown = (welcome, chat, turns, strip, shelf, question, status, chats, library, source, options)
+        shown = (welcome, chat, turns, line, shelf, question, foot, chats, library, source, options)
         parts = Parts(session, tab, browser, *shown)
         _connect(page, header, arrival, Handlers(service, loading, uploads, parts), parts)
     return page.queue(default_concurrency_limit=None, api_open=False)

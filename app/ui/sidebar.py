@@ -8,6 +8,7 @@ from html import escape
 
 from app.library import Shelved
 from app.library.chats import Listed
+from app.ui.words import duration, plural, size
 
 FRAME = """
 <div class="oc-side-top">
@@ -38,11 +39,12 @@ def chats(entries: list[Listed], current: str, running: set[str], words: str) ->
 
 def _chat(entry: Listed, current: bool, running: bool) -> str:
     title = escape(entry.title)
+    about = escape(", ".join(filter(None, (_ago(entry.updated), entry.about))))
     mark = ' aria-current="true"' if current else ""
     busy = '<i class="oc-live" role="img" aria-label="Answering"></i>' if running else ""
     return (
         f'<li data-id="{entry.id}" class="oc-item"><button type="button" class="oc-open" data-do="open"{mark}'
-        f' title="{title}">{busy}<span>{title}</span></button>'
+        f' title="{title}"><span>{busy}{title}</span><small>{about}</small></button>'
         f'<details class="oc-more"><summary aria-label="More about {title}">\u22ef</summary><div>'
         '<button type="button" data-do="rename">Rename</button>'
         '<button type="button" data-do="export" data-kind="md">Save as Markdown</button>'
@@ -54,17 +56,20 @@ def _chat(entry: Listed, current: bool, running: bool) -> str:
 def library(
     entries: list[Shelved],
     bytes_of: Callable[[str], int],
+    seconds_of: Callable[[int], float | None],
     held: int,
     quota: int,
-    size: Callable[[float], str],
     note: str = "",
 ) -> str:
-    """The list of documents that were read, and the disk that they take; `note` is what went wrong there last."""
+    """The list of documents that were read, and the disk that they take; `note` is what went wrong there last.
+
+    `bytes_of` tells what of a document is on disk; `seconds_of` how long so many tokens take to be read.
+    """
     told = f'<p class="oc-none" role="status">{escape(note)}</p>' if note else ""
     if not entries:
         none = "A document that was read once opens at once the next time."
         return f'<h2>Library</h2><p class="oc-none">{none}</p>{told}'
-    items = "".join(_document(entry, bytes_of(entry.label), size) for entry in entries)
+    items = "".join(_document(entry, bytes_of(entry.label), seconds_of) for entry in entries)
     disk = ""
     if quota:
         share = min(100.0, 100 * held / quota)
@@ -75,10 +80,13 @@ def library(
     return f'<h2>Library</h2><ul class="oc-list">{items}</ul>{disk}{told}'
 
 
-def _document(entry: Shelved, held: int, size: Callable[[float], str]) -> str:
+def _document(entry: Shelved, held: int, seconds_of: Callable[[int], float | None]) -> str:
     name = escape(entry.name)
-    facts = [f"{entry.tokens:,} tokens" if entry.tokens else f"{entry.pages:,} pages"]
-    facts.append(f"ready ({size(held)})" if held else "not kept")
+    facts = [plural(entry.tokens, "token") if entry.tokens else plural(entry.pages, "page")]
+    if held:
+        facts.append(f"ready ({size(held)})")
+    elif entry.tokens and (seconds := seconds_of(entry.tokens)) is not None:
+        facts.append(f"read anew in {duration(seconds)}")
     pinned = "true" if entry.pinned else "false"
     pin = "Let go of" if entry.pinned else "Keep"
     told = f"<span>{name}</span><small>{', '.join(facts)}</small>"

@@ -7,6 +7,9 @@ from html import escape
 from app.documents import Document
 from app.evidence import Passage, Quote
 from app.ui.parts import fresh
+from app.ui.places import is_code
+
+CODE = ' class="oc-code"'
 
 
 def view(document: Document, place: Passage | Quote, turn_id: str, card: str, page: int | None = None) -> str:
@@ -19,8 +22,7 @@ def view(document: Document, place: Passage | Quote, turn_id: str, card: str, pa
     shown = document.pages[number - 1]
     low = high = place.end
     if isinstance(place, Passage) and place.key_end:
-        text = document.text[place.start : place.end]
-        begins = place.start + len(text) - len(text.lstrip())
+        begins = document.text.find(place.excerpt, place.start, place.end)
         low, high = begins + place.key_start, begins + place.key_end
     cuts = (place.start, low, high, place.end)
     start, low, high, end = (min(max(at, shown.start), shown.end) for at in cuts)
@@ -28,12 +30,16 @@ def view(document: Document, place: Passage | Quote, turn_id: str, card: str, pa
     before, left, middle, right, after = (escape(document.text[one:other]) for one, other in spans)
     middle = f"<b>{middle}</b>" if middle else ""
     marked = f'<mark tabindex="-1">{left}{middle}{right}</mark>' if start < end else ""
+    title = place.name if number == own else document.place(shown.start).file
+    if document.files and number != own:  # a heading stands in front of each file
+        title = document.place(max(shown.start, shown.end - 1)).file
+    kind = "Part" if document.files or is_code(document.name) else "Page"
     return _dialog(
-        f"{place.name}" if number == own else document.name,
+        title or document.name,
         f"{_turn('Page before', turn_id, card, number - 1, number > 1)}"
-        f"<span>Page {number:,} of {len(document.pages):,}</span>"
+        f"<span>{kind} {number:,} of {len(document.pages):,}</span>"
         f"{_turn('Page after', turn_id, card, number + 1, number < len(document.pages))}",
-        f"<pre>{before}{marked}{after}</pre>",
+        f"<pre{CODE if is_code(title or '') else ''}>{before}{marked}{after}</pre>",
     )
 
 
@@ -41,7 +47,9 @@ def gone(place: Passage | Quote) -> str:
     """What is left of a document that is no longer in the library: the passage or quote itself."""
     note = "<p>The document is no longer in the library; this is the passage as it was.</p>"
     words = place.excerpt if isinstance(place, Passage) else place.text
-    return _dialog(place.name or "", f"<span>Page {place.page or 1:,}</span>", f"{note}<pre>{escape(words)}</pre>")
+    code = is_code(place.name or "")
+    page = "" if code else f"<span>Page {place.page or 1:,}</span>"
+    return _dialog(place.name or "", page, f"{note}<pre{CODE if code else ''}>{escape(words)}</pre>")
 
 
 def _turn(label: str, turn_id: str, card: str, page: int, there: bool) -> str:

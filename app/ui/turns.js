@@ -53,16 +53,14 @@ function part(tag, kind, text = "") {
   return element;
 }
 
-const placeOf = (item) => `${item.name}, page ${item.page}` + (item.line ? `, line ${item.line}` : "");
-
 function evidence(turn, number) {
   const box = part("details", "oc-evidence");
   box.dataset.turn = turn.id;
   box.open = opened.has(turn.id);
   const passages = turn.passages.length;
-  const found = turn.quotes.filter((quote) => quote.name).length;
+  const found = turn.quotes.filter((quote) => quote.found).length;
   const facts = [];
-  if (passages) facts.push(`Rests on ${passages} ${passages === 1 ? "passage" : "passages"}`);
+  if (passages) facts.push(`${turn.rests ? "Rests on" : "Looked at"} ${passages} ${passages === 1 ? "passage" : "passages"}`);
   if (turn.quotes.length) facts.push(`${found} of ${turn.quotes.length} quotes found in the documents`);
   const summary = part("summary", "", facts.join(" \u00b7 "));
   summary.setAttribute("aria-label", `Evidence for answer ${number}: ${summary.textContent}`);
@@ -74,18 +72,18 @@ function evidence(turn, number) {
     Object.assign(button.dataset, { do: "source", turn: turn.id, value: `p${index}` });
     const share = Math.round(100 * passage.strength);
     const head = button.appendChild(part("span", "oc-passage-head"));
-    head.append(part("b", "", placeOf(passage)), part("span", "", `${share} %`));
+    head.append(part("b", "", passage.place), part("span", "", `${share} %`));
     head.title = `${share} % of what the answer looked at in the documents`;
     const meter = button.appendChild(part("i", "oc-meter"));
     meter.append(part("i", ""));
     meter.firstChild.style.width = `${share}%`;
-    const excerpt = button.appendChild(part("span", "oc-excerpt"));
+    const excerpt = button.appendChild(part("span", passage.code ? "oc-excerpt oc-code" : "oc-excerpt"));
     excerpt.append(passage.before, part("mark", "", passage.key), passage.after);
   });
   const quotes = box.appendChild(part("ul", "oc-quotes"));
   for (const quote of turn.quotes) {
-    const item = quotes.appendChild(part("li", quote.name ? "oc-found" : "oc-missing"));
-    item.append(part("q", "", quote.text), part("span", "", quote.name ? placeOf(quote) : "not in the documents"));
+    const item = quotes.appendChild(part("li", quote.found ? "oc-found" : "oc-missing"));
+    item.append(part("q", "", quote.text), part("span", "", quote.found ? quote.place : "not in the documents"));
   }
   return box;
 }
@@ -143,19 +141,19 @@ function markOne(turn, quote, index, inside) {
     const run = runs.get(node) || { low: at };
     runs.set(node, { ...run, high: at + length });
   }
-  const where = quote.name ? `Found in ${placeOf(quote)}` : "Not found in the documents";
+  const where = quote.found ? `Found in ${quote.place}` : "Not found in the documents";
   const pieces = [...runs].map(([node, { low, high }], at) => {
     const range = document.createRange();
     range.setStart(node, at ? 0 : low); // with the spaces between one stretch and the next
     range.setEnd(node, at < runs.size - 1 ? node.length : high);
-    const mark = part("span", `oc-quote ${quote.name ? "oc-found" : "oc-missing"}`);
+    const mark = part("span", `oc-quote ${quote.found ? "oc-found" : "oc-missing"}`);
     mark.title = where;
     range.surroundContents(mark);
-    if (quote.name) marks.set(mark, () => act("source", turn.id, `q${index}`));
+    if (quote.found) marks.set(mark, () => act("source", turn.id, `q${index}`));
     return mark;
   });
   pieces.at(-1).append(part("span", "oc-unseen", ` (${where})`));
-  if (quote.name) Object.assign(pieces[0], { tabIndex: 0, role: "button" });
+  if (quote.found) Object.assign(pieces[0], { tabIndex: 0, role: "button" });
 }
 
 addEventListener("click", (event) => marks.get(event.target.closest?.(".oc-quote"))?.());

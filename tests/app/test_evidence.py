@@ -1,5 +1,7 @@
 """Passages and quotes: the right place in the text, whatever the tokens and the layout."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -54,7 +56,7 @@ def test_the_passage_with_most_attention_comes_first(tokenizer):
     source = _source(tokenizer, Selection.whole(document), 100)
     offsets = char_offsets(tokenizer, source, np.arange(len(source.ids)))
     fact, gamma = (document.text.index(word) for word in ("The fact", "Gamma"))
-    masses = np.array([1.0 if place >= fact else 0.4 if gamma <= place < gamma + 5 else 0.0 for place in offsets])
+    masses = np.array([1.0 if place >= fact else 2.0 if gamma <= place < gamma + 5 else 0.0 for place in offsets])
     looked = Looked(np.arange(100, 100 + len(masses)), masses)
     first, second = passages(looked, [source], tokenizer)
     assert (first.excerpt, first.page, first.line) == ("The fact of the matter.", 2, 8)
@@ -137,3 +139,49 @@ def test_strings_of_code_and_attributes_of_tags_are_no_quotes():
     assert [(quote.text, quote.name) for quote in quotes(answer, {"a": document})] == [
         ("the gate is `painted` green", "a.txt")
     ]
+
+
+def _looked(tokenizer, document, masses):
+    """Passages of a document whose characters `at` had these masses."""
+    source = _source(tokenizer, Selection.whole(document))
+    offsets = char_offsets(tokenizer, source, np.arange(len(source.ids)))
+    weights = np.zeros(len(offsets))
+    for at, mass in masses.items():
+        weights[max(index for index, place in enumerate(offsets) if place <= at)] += mass
+    return passages(Looked(np.arange(7, 7 + len(weights)), weights), [source], tokenizer)
+
+
+def test_one_line_is_one_passage_however_long(tokenizer):
+    line = "The council met at noon and spoke of the mill. " * 18
+    document = _document(f"Minutes.\n\n{line}\n\nElse.\n")
+    at = document.text.index("The council")
+    (found,) = _looked(tokenizer, document, {at + 100: 0.26, at + 600: 0.11})
+    assert found.strength == 1 and found.line == 3
+    assert found.start <= at + 100 < found.end <= at + 500
+
+
+@pytest.mark.parametrize(
+    "line", ["The council met at noon and spoke of the mill.\n", "word " * 9 + "\n", "x" * 47 + "\n"]
+)
+def test_passages_of_a_paragraph_without_end_never_overlap(tokenizer, line):
+    document = _document(line * 400)
+    found = _looked(tokenizer, document, dict.fromkeys(range(7000, 9200, 310), 1.0))
+    spans = sorted((passage.start, passage.end) for passage in found)
+    assert all(one[1] <= other[0] for one, other in pairwise(spans))
+    assert all(end - start <= 500 for start, end in spans)
+
+
+def test_what_was_looked_at_in_passing_is_no_passage(tokenizer):
+    document = _document("# The Harbour of Norrvik\n\nThe word is heron.\n\nNothing else is here.\n")
+    heading, fact, rest = (document.text.index(word) for word in ("Harbour", "heron", "else"))
+    assert [p.excerpt for p in _looked(tokenizer, document, {heading: 0.06, fact: 0.9, rest: 0.04})] == [
+        "The word is heron."
+    ]
+
+
+def test_code_keeps_its_indentation(tokenizer):
+    document = _document("class Client:\n\n    def retry(self):\n        return 3\n", name="client.py")
+    (found,) = _looked(tokenizer, document, {document.text.index("retry"): 1.0})
+    assert found.excerpt == "    def retry(self):\n        return 3"
+    assert found.line == 3
+    assert found.excerpt[found.key_start : found.key_end] == "def retry(self):"

@@ -50,6 +50,7 @@ class Script:
     sink: int = 4
     recent: int = 2044  # both where `capacity` is None
     answer: str = ANSWER
+    note: str = ""  # what people should know of it
     patterned: bool = False  # with the embedded model's head pattern
     fail_load: Exception | None = None
     fail_decode: Exception | None = None
@@ -75,6 +76,7 @@ class Script:
             tokenizer=self.tokenizer,
             eos_ids=frozenset(self.tokenizer.eos_ids),
             bytes_for=lambda context: 134_000_000 + 5440 * context,
+            note=self.note,
             pattern_note="No head pattern: every head keeps everything.",
             heads=_heads(settings) if self.patterned else None,
         )

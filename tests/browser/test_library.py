@@ -172,7 +172,7 @@ def test_chats_are_searched_renamed_exported_and_deleted(
     page.fill("[data-search]", "cobalt")
     until(lambda: page.locator(CHATS).count() == 1)
 
-    page.hover(CHATS)
+    assert "export.txt" in page.inner_text(f"{CHATS} small")  # tells it from others with the same question
     page.click(f"{CHATS} .oc-more summary")
     page.screenshot(path=str(tmp_path / "panel.png"))
     for kind in ("md", "json"):
@@ -202,6 +202,7 @@ def test_a_document_is_used_again_pinned_and_removed(site: Site, open_page: Open
     page.wait_for_selector(".oc-welcome")
     entry = "#oc-library .oc-item"
     assert "again.txt" in page.inner_text(entry)
+    assert "read anew in" in page.inner_text(entry)  # nothing of it is on disk, and nothing is lost
     page.click(f"{entry} .oc-open")
     page.wait_for_selector("#oc-shelf .oc-card:has-text('again.txt')")
     state(page, "plan")
@@ -274,13 +275,16 @@ def test_after_a_restart_chats_are_there_and_an_interrupted_answer_says_so(
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_panel_on_a_narrow_screen(site: Site, open_page: Open, tmp_path: Path, scheme: str) -> None:
-    page = open_page(site.url, viewport={"width": 390, "height": 844}, color_scheme=scheme, has_touch=True)
+    page = open_page(site.url, viewport={"width": 390, "height": 844}, color_scheme=scheme)
     state(page, "idle")
     _asked(page, "Is there a panel?", 1)
     assert not page.is_visible("#oc-side")
     page.click("#oc-header [data-do=side]")
     page.wait_for_selector("#oc-side .oc-search", state="visible")
-    assert page.is_visible(f"{CHATS} .oc-more summary")
+    page.click("#oc-side [data-do=fresh]")
+    page.wait_for_selector(".oc-welcome", state="visible")
+    menus = "[...document.querySelectorAll('#oc-chats summary')].map(e => e.checkVisibility({opacityProperty: true}))"
+    assert page.evaluate(menus) == [True]  # of a chat that is not the open one
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.screenshot(path=str(tmp_path / f"panel-{scheme}.png"))
     page.keyboard.press("Escape")

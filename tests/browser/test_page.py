@@ -12,6 +12,7 @@ from playwright.sync_api import Page
 
 from app.engine.types import Memory
 from app.errors import UsageError
+from app.ui.frame import welcome
 from tests.browser.conftest import Site, add, ask, state, until
 from tests.browser.scripted import Script, ScriptedRunner
 
@@ -241,6 +242,21 @@ def test_loading_is_shown_and_a_question_waits_for_it(start_site: Callable[[Scri
     until(lambda: "Your question comes next" in page.inner_text("#oc-strip"))
     state(page, "answering")
     state(page, "idle")
+
+
+def test_the_first_page_tells_of_a_small_model(start_site: Callable[[Script], Site], open_page: Open) -> None:
+    page = open_page(start_site(Script(note="A small <b>model</b> answers here.")).url)
+    state(page, "idle")
+    assert page.inner_text(".oc-welcome .oc-model") == "A small <b>model</b> answers here."
+    assert "Nothing leaves this machine" in page.inner_text(".oc-welcome")
+    assert "leaves this machine" not in welcome(own=False)  # to another server it does
+
+
+def test_an_answer_in_circles_says_what_helps(start_site: Callable[[Script], Site], open_page: Open) -> None:
+    page = open_page(start_site(Script(token_s=0.0, answer="Round and round it goes. " * 300)).url)
+    state(page, "idle")
+    ask(page, "What goes round?")
+    page.wait_for_selector("#oc-chat .oc-note:has-text('repetition penalty of 1.1')")
 
 
 def test_failures_are_told(start_site: Callable[[Script], Site], open_page: Open) -> None:

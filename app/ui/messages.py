@@ -1,0 +1,151 @@
+"""A conversation as chat messages, and facts for what stands beside them; every text from outside is escaped here."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+from html import escape
+from typing import Any
+
+from app.chat import Selection, Turn
+from app.documents import Document
+from app.evidence import Passage
+from app.service import MemoryBegins
+from app.ui.answer import Answer
+from app.ui.conversation import Conversation
+from app.ui.markdown import Pieces, plain
+from app.ui.places import is_code, told
+from app.ui.words import plural
+
+_LOOP = "Stopped here: it began to repeat itself. Balanced, or a repetition penalty of 1.1, may help: see Settings."
+_TERM = re.compile(r"\d+|\w{4,}")  # words that carry something
+_LEAD_CHARS = 60  # of a passage that its card shows before the words that matter
+
+
+def messages(conversation: Conversation, first: int) -> list[Any]:
+    """The turns from number `first` on for the chat component: questions as typed, answers as Markdown in pieces."""
+    shown: list[Any] = []
+    begins, number = conversation.memory_begins, 0
+    for at, turn in enumerate(conversation.chat.path(conversation.chat.head)):
+        live = conversation.live(turn)
+        takes_part = turn.answered or live is not None
+        here = begins is not None and number == begins.turn and takes_part
+        number += takes_part
+        if at < first:
+            continue
+        question, text = _files(turn) + plain(turn.question), _answer_text(turn, live)
+        if here and begins is not None:
+            if begins.in_answer:
+                text[0] = _memory_line(begins, "this answer") + text[0]
+            else:
+                question = _memory_line(begins, "what was read here") + question
+        shown += [_message("user", [question]), _message("assistant", text)]
+    return shown
+
+
+def turns(conversation: Conversation, first: int) -> str:
+    """What the page's script needs for the buttons at questions and answers from number `first` on, in their order."""
+    chat, facts = conversation.chat, []
+    path = chat.path(chat.head)
+    sources = {id(s.document): s.document for turn in path for s in turn.sources if s.document.pages}
+    read = {Selection.whole(document).label: document for document in sources.values()}
+    for turn in path[first:]:
+        ids = [other.id for other in chat.siblings(turn.id)]
+        at = ids.index(turn.id)
+        facts.append(
+            {
+                "id": turn.id,
+                "at": at + 1,
+                "of": len(ids),
+                "before": ids[at - 1] if at else "",
+                "after": ids[at + 1] if at + 1 < len(ids) else "",
+                "live": conversation.live(turn) is not None,
+                "passages": [_card_facts(passage, read.get(passage.document)) for passage in turn.passages],
+                "rests": _rests(turn),
+                "quotes": [
+                    {"text": q.text, "found": bool(q.name), "place": told(q, read.get(q.document or ""))}
+                    for q in turn.quotes
+                ],
+                "resume": turn.answered and turn.finish_reason in ("cancelled", "length", "loop"),
+            }
+        )
+    return f'<div data-turns="{escape(json.dumps(facts))}" data-first="{first}" data-chat="{chat.id}"></div>'
+
+
+def _card_facts(passage: Passage, document: Document | None) -> dict[str, Any]:
+    """A passage for its card: the words that were looked at most, with a few before them, and what follows."""
+    text, low, code = passage.excerpt, passage.key_start, is_code(passage.name)
+    high = passage.key_end or len(text)
+    before = text[:low]
+    if code:
+        begins = before.rfind("\n", 0, before.rfind("\n") + 1) + 1  # whole lines: indentation says something
+        before = before[begins:] if len(before) > _LEAD_CHARS else before
+    elif len(before) > _LEAD_CHARS:
+        before = "\u2026 " + before[-_LEAD_CHARS:].split(" ", 1)[-1]
+    said = {"before": before, "key": text[low:high], "after": text[high:]}
+    return {"place": told(passage, document), "code": code, "strength": passage.strength, **said}
+
+
+def _rests(turn: Turn) -> bool:
+    """Whether an answer says anything that stands in its passages and not in the question.
+
+    One that found nothing has looked somewhere all the same, and rests on nothing.
+    """
+    said = set(_TERM.findall(turn.answer.casefold())) - set(_TERM.findall(turn.question.casefold()))
+    return any(said & set(_TERM.findall(passage.excerpt.casefold())) for passage in turn.passages)
+
+
+def _memory_line(begins: MemoryBegins, where: str) -> str:
+    """The line where an endless chat's memory begins."""
+    words = f", at \u201c{escape(begins.words)}\u201d" if begins.words else ""
+    kept = f" All before it is forgotten, but for the first {plural(begins.sink, 'token')}." if begins.sink else ""
+    kept = kept or " All before it is forgotten."
+    return f'<div class="oc-memory" role="note">Memory begins in {where}{words}.{kept}</div>\n\n'
+
+
+def _message(role: str, pieces: list[str]) -> dict[str, Any]:
+    return {"role": role, "content": [{"type": "text", "text": piece} for piece in pieces]}
+
+
+def _files(turn: Turn) -> str:
+    if not turn.sources:
+        return ""
+    chips = "".join(f'<span class="oc-file">{escape(_label(source))}</span>' for source in turn.sources)
+    return f'<div class="oc-files">{chips}</div>\n\n'
+
+
+def _label(source: Selection) -> str:
+    whole = (source.first_page, source.last_page) == (1, len(source.document.pages))
+    name = source.document.name
+    return name if whole else f"{name}, pages {source.first_page}-{source.last_page}"
+
+
+def _answer_text(turn: Turn, live: Answer | None) -> list[str]:
+    if live is not None:
+        waiting = '<span class="oc-dots" role="img" aria-label="Working"><i></i><i></i><i></i></span>'
+        return live.pieces.of(live.text) if live.text else [waiting]
+    note, pieces = _note(turn), list(_settled(turn.answer))
+    if note is not None:
+        fence = "\n```" if pieces[-1].count("```") % 2 else ""  # else the note becomes part of the code
+        pieces[-1] += f'{fence}\n\n<div class="{note[0]}">{escape(note[1])}</div>'
+    return pieces
+
+
+@lru_cache(maxsize=1024)
+def _settled(answer: str) -> tuple[str, ...]:
+    """Answers that are whole: a long chat is drawn ten times a second while its newest answer is written."""
+    return tuple(Pieces().of(answer))
+
+
+def _note(turn: Turn) -> tuple[str, str] | None:
+    """(class, text) of what is to be said below an answer that did not end by itself."""
+    if turn.error:
+        return "oc-failed", turn.error
+    return {
+        "cancelled": ("oc-note", "Stopped."),
+        "length": ("oc-note", "Cut here: the answer reached the limit of tokens."),
+        "loop": ("oc-note", _LOOP),
+        "interrupted": ("oc-note", "Interrupted: the program ended here. What was read is kept; try again to go on."),
+        "failed": ("oc-failed", "No answer."),
+    }.get(turn.finish_reason)

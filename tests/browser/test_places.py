@@ -1,0 +1,79 @@
+"""How places are told, and what is said of an answer's passages."""
+
+from __future__ import annotations
+
+import json
+from html import unescape
+from typing import Any
+
+import pytest
+
+from app.chat import Chat, Selection, Turn
+from app.documents import Document, File, Page
+from app.evidence import Passage, Quote
+from app.service import ChatService
+from app.ui import shelf
+from app.ui.attachment import Attachment
+from app.ui.messages import turns
+from app.ui.places import told
+from app.ui.source import view
+
+TEXT = "tree\nguide one\nguide two\n    def retry():\n"
+PAGES = (Page(1, 0, 5), Page(2, 5, 15), Page(3, 15, 25), Page(4, 25, len(TEXT)))
+FILES = (File("docs/guide.pdf", 5, 25), File("net/client.py", 25, len(TEXT)))
+SHOP = Document("shop", "code", TEXT, PAGES, (), 0, "0" * 32, FILES)
+
+
+def passage(document: Document, at: int, end: int, excerpt: str) -> Passage:
+    place = document.place(at)
+    label = Selection.whole(document).label
+    return Passage(label, place.file, at, end, place.page, place.line, 0.5, excerpt)
+
+
+@pytest.mark.parametrize(
+    ("at", "says"),
+    [(0, "shop, line 1"), (17, "docs/guide.pdf, page 2, line 2"), (27, "net/client.py, line 1")],
+)
+def test_pages_are_those_of_the_file_and_code_has_none(at: int, says: str) -> None:
+    assert told(passage(SHOP, at, at + 5, "x"), SHOP) == says
+
+
+def test_other_documents_have_their_pages() -> None:
+    quote = Quote("words", "notes.txt", 1234, "label", 0, 5, 7)
+    assert told(quote, None) == "notes.txt, page 1,234, line 7"
+
+
+def test_a_place_in_code_opens_as_code_and_names_its_file() -> None:
+    found = passage(SHOP, 25, len(SHOP.text), "    def retry():")
+    shown = view(SHOP, found, "turn", "p0")
+    assert '<pre class="oc-code">' in shown and ">net/client.py</h2>" in shown and "Part 4 of 4" in shown
+    assert "    def retry():" in shown
+    before = view(SHOP, found, "turn", "p0", 3)
+    assert "<pre>" in before and ">docs/guide.pdf</h2>" in before
+
+
+def test_an_archive_says_how_many_files_it_has() -> None:
+    shown = shelf.cards([Attachment("shop", document=SHOP, last=4)])
+    assert "<span>2 files</span><span>4 parts</span>" in shown and "read parts" in shown
+
+
+@pytest.mark.parametrize(("answer", "rests"), [("Retries are in retry().", True), ("I cannot find any reason.", False)])
+def test_an_answer_that_says_nothing_of_its_passages_does_not_rest_on_them(answer: str, rests: bool) -> None:
+    found = passage(SHOP, 25, len(SHOP.text), "    def retry(): # reason")
+    chat = Chat()
+    chat.add(Turn("What is the reason?", (Selection.whole(SHOP),), (), (), answer, "stop", passages=(found,)))
+    facts = _facts(chat)
+    assert facts["rests"] is rests
+    assert facts["passages"][0]["place"] == "net/client.py, line 1" and facts["passages"][0]["code"]
+    assert facts["passages"][0]["key"].startswith("    def")
+
+
+def _facts(chat: Chat) -> dict[str, Any]:
+    from app.ui.conversation import Conversation
+
+    conversation = Conversation.__new__(Conversation)
+    conversation.chat, conversation._answers = chat, []
+    conversation.service = ChatService.__new__(ChatService)
+    shown = turns(conversation, 0)
+    (one,) = json.loads(unescape(shown.split('data-turns="')[1].split('"')[0]))
+    return dict(one)
