@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 from app.config import Embedding, EngineName, Kv, Mode, Settings, Weights
 from app.errors import UsageError, describe
@@ -22,10 +23,37 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises UsageError where argparse would print its usage and exit."""
+    """Raises UsageError where argparse would print its usage and exit, and refuses values that are none.
+
+    An empty path would be the current folder; what a shell passes for a variable that is not set is empty. Only
+    arguments of type `str` may be.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register("type", None, _not_empty)
+        self.register("type", Path, lambda text: Path(_not_empty(text)))
+        self.register("type", float, _finite)
+
+    def add_subparsers(self, **kwargs: Any) -> Any:
+        action = super().add_subparsers(**kwargs)
+        action.type = str  # all arguments behind a command pass through it
+        return action
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message[:1].upper()}{message[1:]}. See: {self.prog} --help")
+
+
+def _not_empty(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty (was a variable not set?)")
+    return text
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise argparse.ArgumentTypeError(f"must be a number, not {text}")
+    return number
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -49,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     ask = commands.add_parser("ask", help="one answer on the terminal", description="Answer one question.")
-    ask.add_argument("question", metavar="QUESTION")
+    ask.add_argument("question", type=str, metavar="QUESTION")
     ask.add_argument(
         "--document",
         action="append",
@@ -57,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE[:PAGES]",
         help="a file to read ahead of the question, whole or some pages (book.pdf:10-25); may be repeated",
     )
-    ask.add_argument("--system", metavar="TEXT", help="instructions to the model ahead of everything")
+    ask.add_argument("--system", type=str, metavar="TEXT", help="instructions to the model ahead of everything")
     ask.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     _sampling_flags(ask)
     _model_flags(ask)
@@ -139,7 +167,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="a benchmark of benchmarks/", description="Run a benchmark.")
     bench.add_argument("name", metavar="NAME", help="such as cpu")
-    bench.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of that benchmark")
+    bench.add_argument("args", type=str, nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of that benchmark")
     return parser
 
 
@@ -213,7 +241,7 @@ def _heads_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 
 def _threads_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: the processors)")
 
 
 def _answering_flags(parser: argparse.ArgumentParser) -> None:
@@ -248,7 +276,9 @@ def _sampling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--min-p", type=float, metavar="P")
     group.add_argument("--repetition-penalty", type=float, metavar="F", help="over the answer (default 1: none)")
     group.add_argument("--seed", type=int, metavar="S", help="makes a sampled answer repeatable")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer at this text; may be repeated")
+    group.add_argument(
+        "--stop", type=str, action="append", metavar="TEXT", help="end the answer at this text; may be repeated"
+    )
 
 
 def run(argv: Sequence[str]) -> int:

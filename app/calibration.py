@@ -19,15 +19,18 @@ _OWN_CODE = Path(__file__).parents[1] / "models"
 WINDOW = 2048  # tokens read in one piece
 
 
-def sample_texts(source: Path | None) -> tuple[list[str], str]:
-    """Texts and their name: of a file, of every readable file below a directory, or (None) those that come along."""
+def sample_texts(source: Path | None, flag: str = "--calibration") -> tuple[list[str], str]:
+    """Texts and their name: of a file, of every readable file below a directory, or (None) those that come along.
+
+    `flag` is what named the source, for what is told of it.
+    """
     if source is None:
         code = "\n\n".join(file.read_text(encoding="utf-8") for file in sorted(_OWN_CODE.glob("*.py")))
         return [*(file.read_text(encoding="utf-8") for file in sorted(_SAMPLES.glob("*.txt"))), code], "built-in"
     if source.is_file():
         return [read_document(source).text], source.name
     if not source.is_dir():
-        raise UsageError(f"--calibration {source}: there is no such file or directory.")
+        raise UsageError(f"{flag} {source}: there is no such file or directory.")
     texts = []
     for file in sorted(path for path in source.rglob("*") if path.is_file() and not path.name.startswith(".")):
         try:
@@ -35,7 +38,7 @@ def sample_texts(source: Path | None) -> tuple[list[str], str]:
         except BadDocument:
             continue  # a folder of texts may hold a picture
     if not texts:
-        raise UsageError(f"--calibration {source}: no file in there can be read as text.")
+        raise UsageError(f"{flag} {source}: no file in there can be read as text.")
     return texts, source.name
 
 

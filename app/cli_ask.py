@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 from app.config import Settings
 from app.documents import Document
@@ -23,6 +23,7 @@ from app.engines import open_service
 from app.errors import UsageError
 from app.evidence import Passage
 from app.service import ChatService, MemoryBegins, Selection, check_request
+from app.status_line import StatusLine
 
 _SETTINGS = ("engine", "mode", "weights", "kv", "retrieval_ratio", "sink", "recent", "chunk", "backends")
 _ENDS = {
@@ -161,25 +162,3 @@ def _cancelled_by_interrupt(generation: Generation) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-class StatusLine:
-    """One line on a terminal that is written over; nothing where there is no terminal."""
-
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-        self._shown = False
-
-    def show(self, text: str) -> None:
-        """Replace the line."""
-        if self._out.isatty():
-            self._out.write(f"\r\x1b[K{text}")
-            self._out.flush()
-            self._shown = True
-
-    def clear(self) -> None:
-        """Take the line away."""
-        if self._shown:
-            self._out.write("\r\x1b[K")
-            self._out.flush()
-            self._shown = False

@@ -8,6 +8,7 @@ from typing import Any
 
 from app.config import Settings
 from app.evaluation.commands import CONTEXT_KINDS, add_context_kinds
+from app.writable import folder_to_write
 
 _AddFlags = Callable[[argparse.ArgumentParser], None]
 
@@ -47,4 +48,5 @@ def evaluate(settings: Settings, args: argparse.Namespace) -> int:
         from app.evaluation.report import quality
 
         return quality(settings, args)
+    folder_to_write("--out", args.out)
     return CONTEXT_KINDS[args.kind](settings, args)

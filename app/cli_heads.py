@@ -11,6 +11,7 @@ from app.config import Settings
 from app.errors import UsageError
 from app.head_costs import draw, ratio_cost
 from app.model import choose_pattern, find_model
+from app.writable import file_to_write
 from models.checkpoint import open_checkpoint
 
 _STEPS = 20
@@ -19,8 +20,8 @@ _STEPS = 20
 def heads(settings: Settings, flags: Namespace) -> int:
     """Print which heads keep everything and the costs by ratio; with --plot also a PNG."""
     plot: Path | None = flags.plot
-    if plot is not None and not plot.parent.is_dir():
-        raise UsageError(f"--plot: there is no directory {plot.parent}.")
+    if plot is not None:
+        file_to_write("--plot", plot)
     given = [name for name, value in (("--count", flags.count), ("--threshold", flags.threshold)) if value is not None]
     if len(given) == 2:
         raise UsageError("Give --count or --threshold, not both.")

@@ -22,6 +22,7 @@ from app.evaluation.haystack import Haystack, read_haystack
 from app.evaluation.passkeys import PromptMaker
 from app.model import find_model
 from app.tokenizer import Tokenizer
+from app.writable import folder_to_write
 from models.build import load_decoder
 from models.cache.shape import CacheShape
 from models.checkpoint import open_checkpoint
@@ -43,10 +44,9 @@ def identify(settings: Settings, flags: Namespace) -> int:
         if value < least:
             raise UsageError(f"{flag} is {value}; it must be {least} or more.")
     begin = time.perf_counter()
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"--out: {out} is a file; name a directory.")
     if not 0 < ratio < 1:
         raise UsageError(f"--retrieval-ratio is {ratio:g}; to identify, it must lie between 0 and 1.")
+    folder_to_write("--out", out)
     files = find_model(settings)
     tokenizer = Tokenizer(files.path)
     checkpoint = open_checkpoint(files.path)
@@ -64,7 +64,6 @@ def identify(settings: Settings, flags: Namespace) -> int:
     every = np.ones((checkpoint.config.num_layers, checkpoint.config.num_kv_heads), dtype=np.bool_)
     shape = CacheShape.for_model(checkpoint.config, every, "fp32", recipe.sink, recipe.recent, device)
     decoder = load_decoder(checkpoint, every, "fp32", shape, device)
-    out.mkdir(parents=True, exist_ok=True)
     run = _Run(decoder, maker, recipe, ratio, longest, seed)
 
     figures: dict[str, Any] = {"model": files.name, "sink": recipe.sink, "recent": recipe.recent, "seed": seed}

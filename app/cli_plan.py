@@ -17,6 +17,7 @@ from models.cache.shape import CacheShape
 _DEFAULT_MEMORY = "80GiB"
 _UNITS = {unit: 1000**power for power, unit in enumerate(("", "k", "m", "g", "t"))}
 _UNITS |= {unit + "i": 1024**power for power, unit in enumerate(("", "k", "m", "g", "t")) if unit}
+_MOST = 1 << 60  # bytes; what is larger was mistyped
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", re.IGNORECASE)
 
 
@@ -25,14 +26,14 @@ def plan(settings: Settings, config: Path | None, gpu_memory: str | None, as_jso
     if config is not None and settings.model is not None:
         raise UsageError("Give --model or --config, not both.")
     endless = settings.mode == "endless"
-    if settings.context is None and not endless:
-        raise UsageError("--context is missing: how many tokens to plan for.")
     here = _this_gpu()
     limit = parse_size(gpu_memory) if gpu_memory is not None else here or parse_size(_DEFAULT_MEMORY)
     assumed = "" if gpu_memory is not None or here else " (assumed: no GPU here and no --gpu-memory)"
     plan, model, shape = plan_context(settings, settings.context, config)
     window, heads, kept = model.max_positions, model.num_layers * model.num_kv_heads, sum(shape.retrieval_heads)
     longest = None if endless else min(plan.longest(limit), window)
+    if settings.context is None and longest:
+        plan, model, shape = plan_context(settings, longest, config)
     result = asdict(plan) | {
         "total_bytes": plan.total_bytes,
         "memory_bytes": limit,
@@ -87,10 +88,10 @@ def _wide(shape: CacheShape) -> str:
 def parse_size(text: str) -> int:
     """Bytes of "80GiB", "80 GB", "512MiB" or a bare number; UsageError for anything else or for nothing."""
     match = _SIZE.fullmatch(text.strip())
-    size = int(float(match[1]) * _UNITS[match[2].lower()]) if match and match[2].lower() in _UNITS else 0
-    if size <= 0:
-        raise UsageError(f"--gpu-memory is {text!r}; give a size such as 80GiB.")
-    return size
+    size = float(match[1]) * _UNITS[match[2].lower()] if match and match[2].lower() in _UNITS else 0.0
+    if not 1 <= size < _MOST:
+        raise UsageError(f"--gpu-memory is {text[:40]!r}; give a size such as 80GiB.")
+    return int(size)
 
 
 def gib(size: int) -> str:

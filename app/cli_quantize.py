@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import sys
 import time
@@ -14,15 +15,16 @@ from typing import Any
 import torch
 
 from app.calibration import sample_texts, sample_windows
-from app.cli_ask import StatusLine
 from app.config import Settings
 from app.engine.sizing import peak_bytes
 from app.errors import UsageError
 from app.gguf_tokenizer import spec_from_gguf
 from app.model import PATTERN_FOLDER, ModelFiles, choose_pattern, find_model
+from app.status_line import StatusLine, TimeLeft
 from app.tokenizer import Tokenizer
+from app.writable import folder_to_write
 from models.checkpoint import open_checkpoint
-from models.quantize import quantize_checkpoint
+from models.quantize import PARTIAL, quantize_checkpoint
 from quant import formats
 
 TOKENS = 16_384  # of calibration: a gram matrix of a few thousand channels has more equations than unknowns
@@ -35,8 +37,10 @@ _ROUND_ONLY = "none"
 
 def quantize(settings: Settings, model: str, out: Path, calibration: str | None, tokens: int, as_json: bool) -> int:
     """Write the checkpoint `out`; 0 when it is whole. `calibration`: a file, a directory, "none", or the built-in."""
-    if out.exists():
-        raise UsageError(f"{out} exists already. Choose another OUT, or delete it.")
+    for path in (out, out.with_name(out.name + PARTIAL)):
+        if os.path.lexists(path) and (path == out or not path.is_dir()):
+            raise UsageError(f"{path} exists already. Choose another OUT, or delete it.")
+    folder_to_write("OUT", out.parent)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     if tokens < 1:
@@ -61,7 +65,7 @@ def quantize(settings: Settings, model: str, out: Path, calibration: str | None,
         if pattern is not None:
             pattern.save(folder / PATTERN_FOLDER)
 
-    status = StatusLine(sys.stderr)
+    status, left = StatusLine(sys.stderr), TimeLeft()
     try:
         quantize_checkpoint(
             checkpoint,
@@ -69,7 +73,7 @@ def quantize(settings: Settings, model: str, out: Path, calibration: str | None,
             sample,
             described,
             device,
-            lambda stage, done: status.show(f"{stage} {done:.0%}"),
+            lambda stage, done: status.show(f"{stage} {done:.0%}{left.told(done)}"),
             finish,
             settings.embedding == "int8",
         )

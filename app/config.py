@@ -20,6 +20,8 @@ EngineName = Literal["own", "openai"]
 EMBEDDED_MODEL = "embedded"
 DEFAULT_HUB_MODEL = "gradientai/Llama-3-8B-Instruct-Gradient-4194k"
 
+_MOST_GB = 10**9
+_THREADS_A_PROCESSOR = 4  # more only wait for each other; thousands end in a crash of OpenMP's
 
 # What says how the own engine works, and nothing to another server.
 _OWN_ENGINE = tuple(
@@ -96,17 +98,17 @@ class Settings:
         ratio = _number("--retrieval-ratio", self.retrieval_ratio)
         if not 0.0 <= ratio <= 1.0:
             raise UsageError(f"--retrieval-ratio is {ratio:g}; it must be between 0 and 1.")
-        if self.library_quota is not None and _number("--library-quota", self.library_quota) < 0:
-            raise UsageError(f"--library-quota is {self.library_quota:g}; it must be 0 or more, in GB.")
-        for flag, tokens, least in (
-            ("--sink-tokens", self.sink, 0),
-            ("--recent", self.recent, 1),
-            ("--chunk", self.chunk, 1),
-            ("--context", self.context, 1),
-            ("--threads", self.threads, 1),
+        if self.library_quota is not None and not 0 <= _number("--library-quota", self.library_quota) <= _MOST_GB:
+            raise UsageError(f"--library-quota is {self.library_quota:g}; it must be 0 to {_MOST_GB:,}, in GB.")
+        for flag, number, least, most in (
+            ("--sink-tokens", self.sink, 0, 2**40),
+            ("--recent", self.recent, 1, 2**40),
+            ("--chunk", self.chunk, 1, 2**40),
+            ("--context", self.context, 1, 2**40),
+            ("--threads", self.threads, 1, _THREADS_A_PROCESSOR * (os.cpu_count() or 1)),
         ):
-            if tokens is not None:
-                _whole(flag, tokens, least, 2**40)
+            if number is not None:
+                _whole(flag, number, least, most)
         _whole("--port", self.port, 0, 65535)
         for name in ("auth", "api_key"):
             object.__setattr__(self, name, tuple(getattr(self, name)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,8 +25,10 @@ from models.cache.shape import CacheShape
 from models.checkpoint import Checkpoint, open_checkpoint
 from models.config import ModelConfig
 from models.errors import BadCheckpoint, BadPattern
+from models.files import read_json
 from models.heads import HeadPattern, default_pattern, fetch_pattern
 from models.keys import key_warning
+from models.known import KNOWN_CONFIGS
 
 LoadProgress = Callable[[str, float], None]
 """Told the stage and how far loading is, from 0 to 1."""
@@ -223,11 +224,15 @@ def _plan_inputs(settings: Settings, config_file: Path | None) -> tuple[ModelCon
         files = find_model(replace(settings, model=model))
         checkpoint = open_checkpoint(files.path)
         return checkpoint.config, choose_pattern(files, settings)[0], _as_stored(settings, checkpoint)
-    file = config_file or _config_from_hub(model)
-    try:
-        config = ModelConfig.from_hf(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file} cannot be read as a config.json: {error}.") from error
+    if config_file is None and model in KNOWN_CONFIGS:
+        data = KNOWN_CONFIGS[model]
+    else:
+        file = config_file or _config_from_hub(model)
+        try:
+            data = read_json(file)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{file} cannot be read as a config.json: {error}.") from error
+    config = ModelConfig.from_hf(data)
     if settings.pattern is not None:
         return config, HeadPattern.load(settings.pattern), settings
     if config_file is None and default_pattern(model) is None:

@@ -16,6 +16,7 @@ from app.errors import OctavoError
 from app.gguf_tokenizer import TokenizerSpec, byte_alphabet, spec_from_gguf
 from app.prompt import PromptTokenizer
 from models.errors import BadCheckpoint, UnsupportedModel
+from models.files import read_json
 
 _PIECE_CHARS = 1 << 16
 _LONGEST_PIECE = 1 << 20  # a run without a safe cut is cut here all the same: one odd token in a million letters
@@ -203,8 +204,8 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+        return read_json(file)
+    except ValueError as error:
         raise BadCheckpoint(f"{file} is damaged: {error}. Download it again.") from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from models.config import LEARNED_SINKS, ModelConfig, refuse_sink_tensors
 from models.errors import BadCheckpoint, UnsupportedModel
+from models.files import read_json
 from models.gguf import GgufFile, read_gguf
 from models.rope import inverse_frequencies
 from models.turn import FOLDED
@@ -197,14 +197,11 @@ def _read_shard(file: Path) -> Iterator[tuple[str, _Stored]]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except FileNotFoundError:
         raise BadCheckpoint(f"{path.parent} has no {path.name}: it is not a complete checkpoint.") from None
     except (OSError, ValueError) as error:
         raise BadCheckpoint(f"{path} cannot be read: {error}.") from error
-    if not isinstance(data, dict):
-        raise BadCheckpoint(f"{path} must hold one JSON object.")
-    return data
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -1,13 +1,14 @@
-"""Files that are whole or not there, and what programs leave behind that were killed while they wrote."""
+"""Files: whole or not there while programs are killed that write them, and JSON objects in them."""
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 try:
     import fcntl
@@ -15,6 +16,17 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 PART = ".part"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object that a file holds; raises OSError, or ValueError for what is none."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(data, dict):
+        raise ValueError("it must hold one JSON object")
+    return data
 
 
 @contextmanager

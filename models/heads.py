@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from models.config import ModelConfig
 from models.errors import BadPattern
+from models.files import read_json
 
 _SCORES, _SETTINGS = "full_attention_heads.tsv", "config.json"
 _DEFAULT_SINK, _DEFAULT_RECENT = 128, 256  # what the published patterns were trained with
@@ -53,12 +54,12 @@ class HeadPattern:
         try:
             lines = (folder / _SCORES).read_text(encoding="utf-8").splitlines()
             scores = np.array([[float(score) for score in line.split("\t")] for line in lines])
-            settings = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
+            settings = read_json(folder / _SETTINGS)
         except FileNotFoundError as error:
             raise BadPattern(f"{folder} is not a head pattern: it needs {_SCORES} and {_SETTINGS}.") from error
         except (OSError, ValueError) as error:
             raise BadPattern(f"The head pattern in {folder} cannot be read: {error}.") from error
-        if not isinstance(settings, dict) or not {"sink_size", "recent_size"} <= settings.keys():
+        if not {"sink_size", "recent_size"} <= settings.keys():
             raise BadPattern(f"{folder / _SETTINGS} must name sink_size and recent_size.")
         source = settings.get("source") or settings.get("exp_name") or folder.name
         return cls(scores, settings["sink_size"], settings["recent_size"], str(source))

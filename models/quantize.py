@@ -6,6 +6,7 @@ directory beside it, which a run that was stopped continues, and is renamed when
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -36,6 +37,7 @@ from quant.w8a8 import DenseLinear, Rows, W8A8Linear, quantize_weight
 _SAMPLE_ROWS = 2048  # tokens on which a scale's error is measured
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _JOB = "job.json"
+PARTIAL = ".partial"  # behind the name of a directory that is being made
 
 Progress = Callable[[str, float], None]
 
@@ -59,7 +61,8 @@ def quantize_checkpoint(
     if checkpoint.int8_format is not None:
         raise UnsupportedModel("weights", checkpoint.int8_format.title, "a checkpoint that is not quantised yet")
     config = checkpoint.config
-    work = _work_folder(out, dict(described))
+    read = hashlib.sha256(b"".join(ids.numpy().tobytes() + b"." for ids in sample)).hexdigest()
+    work = _work_folder(out, {**described, "sample": read, "int8_embedding": int8_embedding})
     names = [f"model-{i + 1:05}-of-{config.num_layers + 2:05}.safetensors" for i in range(config.num_layers + 2)]
     keep = _rounded_end if int8_embedding else _narrow_end
     _write(work / names[0], lambda: keep(_EMBEDDING, checkpoint.load_float(_EMBEDDING)))
@@ -98,7 +101,7 @@ _EMBEDDING = "model.embed_tokens.weight"
 
 def _work_folder(out: Path, job: dict[str, Any]) -> Path:
     """The directory to write into, emptied unless it was begun for the same job."""
-    work = out.with_name(out.name + ".partial")
+    work = out.with_name(out.name + PARTIAL)
     text = json.dumps(job, sort_keys=True)
     if not ((work / _JOB).is_file() and (work / _JOB).read_text() == text):
         shutil.rmtree(work, ignore_errors=True)

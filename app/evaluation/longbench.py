@@ -95,7 +95,7 @@ def read_items(source: Path, tasks: Sequence[str], most: int | None) -> Iterator
                 row = json.loads(line)
                 answers, classes = list(row["answers"]), list(row.get("all_classes") or [])
                 yield Item(f"{task} {number}", task, str(row["context"]), str(row["input"]), answers, classes)
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise UsageError(
                     f"{files[task]}, line {number} is not LongBench's: it needs input, context and answers ({error})."
                 ) from error

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 from app.calibration import sample_texts
-from app.cli_ask import StatusLine
 from app.config import Settings
 from app.errors import UsageError
 from app.evaluation.quality import Quality, Score, variants
 from app.kv_bits import head_losses
 from app.model import choose_pattern, find_model
+from app.status_line import StatusLine
 from app.tokenizer import Tokenizer
 from models.checkpoint import open_checkpoint
 from models.keys import key_warning
@@ -48,7 +48,7 @@ def quality(settings: Settings, args: argparse.Namespace) -> int:
     for name in args.setting or ():
         if name not in chosen:
             raise UsageError(f"--setting {name!r} is not one of: {', '.join(chosen)}.")
-    texts, text_name = sample_texts(Path(args.text).expanduser())
+    texts, text_name = sample_texts(Path(args.text).expanduser(), "--text")
     text = "\n\n".join(texts)
     tokenizer = Tokenizer(files.path)
     ids = tokenizer.encode_text(text[: 12 * args.tokens])[: args.tokens]

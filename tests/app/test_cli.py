@@ -18,7 +18,7 @@ import pytest
 from app import cli_ask, cli_bench
 from app.__main__ import build_parser, main
 from app.cli_plan import parse_size
-from app.config import Settings
+from app.config import DEFAULT_HUB_MODEL, Settings
 from app.errors import UsageError
 from app.model import OpenModel
 from app.service import ChatService
@@ -175,7 +175,6 @@ def test_sampling_flags_reach_the_engine(model: FakeRunner, capfd: pytest.Captur
         (["ask", "word " * 300], 1, "the context holds 1,000"),
         (["nonsense"], 2, "nonsense"),
         (["bench", "no-such"], 2, "no benchmark 'no-such'"),
-        (["plan", "--model", "embedded"], 2, "--context is missing"),
         (["plan", "--config", "a", "--model", "b", "--context", "1"], 2, "not both"),
         (["plan", "--config", "absent.json", "--context", "1"], 2, "absent.json"),
         (["plan", "--context", "1", "--gpu-memory", "much"], 2, "--gpu-memory"),
@@ -292,6 +291,32 @@ def test_plan_needs_only_a_config(tmp_path: Path, capfd: pytest.CaptureFixture[s
     full = ["plan", "--config", str(config), "--context", "1000", "--retrieval-ratio", "1", "--kv", "bf16", "--json"]
     assert main(full) == 0
     assert json.loads(capfd.readouterr().out)["bytes_per_token"] == 131_072
+
+
+def test_plan_without_a_context_tells_the_longest_that_fits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA3_8B))
+    ask = ["plan", "--config", str(config), "--json", "--gpu-memory"]
+    assert main([*ask, "24GiB"]) == 0
+    plan = json.loads(capfd.readouterr().out)
+    assert plan["fits"] is True
+    assert plan["context"] == plan["longest_context"]
+    assert plan["total_bytes"] > 24 * 2**30 - 128 * plan["bytes_per_token"]
+    assert main([*ask, "1GiB"]) == 0
+    small = json.loads(capfd.readouterr().out)
+    assert (small["fits"], small["longest_context"]) == (False, 0)
+
+
+def test_plan_knows_the_default_model_without_a_network(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.socket.connect", lambda *where: pytest.fail("the network was asked"))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA3_8B))
+    for model in (["--model", DEFAULT_HUB_MODEL], ["--config", str(config)]):
+        assert main(["plan", *model, "--context", "1000000", "--gpu-memory", "24GiB", "--json"]) == 0
+    ours, theirs = capfd.readouterr().out.splitlines()
+    assert ours == theirs
 
 
 def test_plan_of_endless_mode_needs_no_context(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -110,6 +110,23 @@ def test_a_run_that_was_stopped_continues_and_gives_the_same_files(tmp_path):
         assert all(torch.equal(want[name], got[name]) for name in want)
 
 
+@pytest.mark.parametrize("calibrated_first", [True, False])
+def test_calibrated_and_rounded_weights_are_never_mixed(tmp_path, calibrated_first):
+    source = open_checkpoint(_folder(tmp_path / "in", "llama"))
+    samples = [_sample(), []] if calibrated_first else [[], _sample()]
+
+    def stop(stage, done):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(source, tmp_path / "out", samples[0], DESCRIBED, CPU, stop)
+    for out in ("out", "afresh"):
+        quantize_checkpoint(source, tmp_path / out, samples[1], DESCRIBED, CPU)
+    for file in (tmp_path / "afresh").glob("*.safetensors"):
+        want, got = load_file(file), load_file(tmp_path / "out" / file.name)
+        assert all(torch.equal(want[name], got[name]) for name in want)
+
+
 def test_a_working_directory_of_another_job_is_begun_anew(tmp_path):
     source = open_checkpoint(_folder(tmp_path / "in", "llama"))
     (tmp_path / "out.partial").mkdir()
