@@ -127,8 +127,8 @@ def _answer_text(turn: Turn, live: Answer | None) -> list[str]:
         return live.pieces.of(live.text) if live.text else [waiting]
     note, pieces = _note(turn), list(_settled(turn.answer))
     if note is not None:
-        fence = "\n```" if pieces[-1].count("```") % 2 else ""  # else the note becomes part of the code
-        pieces[-1] += f'{fence}\n\n<div class="{note[0]}">{escape(note[1])}</div>'
+        # A piece of its own: behind an open fence it would become code.
+        pieces.append(f'<div class="{note[0]}">{escape(note[1])}</div>')
     return pieces
 
 

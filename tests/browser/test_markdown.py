@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import html
+import re
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
@@ -32,23 +33,85 @@ def test_nothing_typed_is_markup(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("a <b>bold</b> word", "a &lt;b>bold&lt;/b> word"),
+        ("a <b>bold</b> word", "a &#60;b>bold&#60;/b> word"),
         ("1 < 2 and a<3", "1 < 2 and a<3"),
-        ("use `<div>` here", "use `<div>` here"),
-        ("``a ` <b>`` <i>", "``a ` <b>`` &lt;i>"),
-        ("a ` stray <b>\nnext ` line", "a ` stray &lt;b>\nnext ` line"),
-        ("```html\n<p>\n```\n<p>", "```html\n<p>\n```\n&lt;p>"),
-        ("```\n<p> still open", "```\n<p> still open"),
-        ("~~~\n<p>\n~~~\n<!-- x -->", "~~~\n<p>\n~~~\n&lt;!-- x -->"),
-        ("````\n```\n<p>\n````\n<p>", "````\n```\n<p>\n````\n&lt;p>"),
-        ("> quote <q>", "> quote &lt;q>"),
+        ("use `<div>` here", "use <code>&#60;div&#62;</code> here"),
+        ("``a ` <b>`` <i>", "<code>a &#96; &#60;b&#62;</code> &#60;i>"),
+        ("a ` stray <b>\n\nnext ` line", "a ` stray &#60;b>\n\nnext ` line"),
+        ("a `code <b>\nnext` line", "a <code>code &#60;b&#62; next</code> line"),
+        ("> a `code\n> <b>` line\n> end", "> a <code>code &#60;b&#62;</code> line\n> end"),
+        (r"\`<u id=zz>bold</u>\`", r"\`&#60;u id=zz>bold&#60;/u>\`"),
+        (r"\<b> and \\<b>", r"&#60;b> and \\&#60;b>"),
+        ("```html\n<p>\n```\n<p>", "````html\n<p>\n````\n&#60;p>"),
+        ("```\n<p> still open", "````\n<p> still open"),
+        ("~~~\n<p>\n~~~\n<!-- x -->", "~~~~\n<p>\n~~~~\n&#60;!-- x -->"),
+        ("````\n```\n<p>\n````\n<p>", "````\n```\n<p>\n````\n&#60;p>"),
+        ("```\n<p>\n```~\n<b>\n```", "````\n<p>\n```~\n<b>\n````"),
+        ("- ```\n  <p>\n  ```\n<p>", "- ````\n  <p>\n  ````\n&#60;p>"),
+        ("1. ```\n   ls\n   ```\n\nUse the <title> tag", "1. ````\n   ls\n   ````\n\nUse the &#60;title> tag"),
+        ("a\n\n    <p>\n    b", "a\n\n<pre><code>&#60;p&#62;&#10;b&#10;</code></pre>"),
+        ("- a\n\n      <p>", "- a\n\n  <pre><code>&#60;p&#62;&#10;</code></pre>"),
+        ("```mermaid\n<form>\n```", "````mermaid\n<form>\n````"),
+        ("$$\n```\n$$\n<p>\n```", "$$\n<pre><code>&#36;&#36;&#10;&#60;p&#62;&#10;</code></pre>"),
+        ("> quote <q>", "> quote &#60;q>"),
+        ("<https://example.org>", "&#60;https://example.org&#62;"),
+        ("|a|b|\n|-|-|\n|`<p> \\| q`|<q>|", "|a|b|\n|-|-|\n|<code>&#60;p&#62; &#124; q</code>|&#60;q>|"),
     ],
 )
 def test_html_of_an_answer_is_text(text: str, shown: str) -> None:
     assert harmless(text) == shown
 
 
-@pytest.mark.parametrize("unit", ["`", "``` ", "<", "<a ", "```\n", "~~~\n`", "` `` "])
+PARTS = (
+    "`", "``", "```", "````", "~~~", "```\n", "\n```\n", "```html\n", "```mermaid\n", "```~\n", "\n", "\n\n", "\n",
+    " ", "  ", "   ", "    ", "\t",
+    "- ", "* ", "1. ", "> ", "# ", "<b>", "</b>", "<div\n", "<!--", "-->", "<?x", "<a href='`'>",
+    "<title>", "\n<div>\n", "\n    <i>\n", "\\", "|", "\n|-|-|\n", "\\|", "a", "b c", "*", "$$", "\\(", "\\)",
+    "\\[", "\\]",    "---", "\n===\n", "&lt;", "[a]: ", "[a]", "\r", "<https://a.b>", "%%%", "$",
+)  # fmt: skip
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.lists(st.sampled_from(PARTS), max_size=30).map("".join))
+def test_an_answer_shows_as_if_there_were_no_html(text: str) -> None:
+    shown = harmless(text)
+    with_html = MarkdownIt("commonmark").enable("table")
+    for token in with_html.parse(shown):
+        if token.type == "html_block":
+            assert re.fullmatch(r"<pre><code>[\w &#;]*</code></pre>\n?", token.content.lstrip(" "))
+        for part in token.children or ():
+            assert part.type != "html_inline" or part.content in ("<code>", "</code>")
+    without = MarkdownIt("commonmark", {"html": False}).enable("table")
+    for markdown in (with_html, without):
+        markdown.disable(["autolink", "link", "image"])
+    assert _words(with_html.render(shown)) == _words(without.render(text + "\n"))
+
+
+def _words(page: str) -> str:
+    page = re.sub(r' class="language-[^"]*"', "", html.unescape(page)).strip()
+    return re.sub(r"\s+(?=<)", "", page)
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "`",
+        "``` ",
+        "<",
+        "<a ",
+        "<b>`",
+        "- ",
+        "> <b>",
+        "1. ```\n<b>",
+        "- `<b>\n",
+        "\\`<b>``",
+        "$$<b>\n",
+        "|<b>`",
+        "```\n",
+        "~~~\n`",
+        "` `` ",
+    ],
+)
 def test_hostile_answers_take_no_time(unit: str) -> None:
     before = time.monotonic()
     harmless(unit * (40_000 // len(unit)))

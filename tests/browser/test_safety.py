@@ -38,6 +38,17 @@ HOSTILE = r"""Start.
 <script>document.title='taken'</script>
 ```
 
+- ```
+  ls
+  ```
+Behind a list <form action="https://example.org/"><input name="q"><button>Send</button></form>
+
+\`<u id=zz>an escaped mark</u>\`
+
+```mermaid
+<form action="https://example.org/"><button>Draw</button></form>
+```
+
 The end of it."""
 
 # Everything in the conversation that could act or call out, as text.
@@ -45,7 +56,8 @@ LOOK = """() => {
   const found = [];
   for (const el of document.querySelectorAll('#oc-chat .bot .prose *')) {
     const tag = el.tagName.toLowerCase();
-    if (['script', 'iframe', 'object', 'embed', 'form', 'style', 'link', 'base', 'meta'].includes(tag)) found.push(tag);
+    const bad = 'script iframe object embed form style link base meta u input';
+    if (bad.split(' ').includes(tag)) found.push(tag);
     for (const { name, value } of el.attributes) {
       if (name.startsWith('on')) found.push(`${tag} ${name}`);
       if (/^\\s*(javascript|vbscript|data:text)/i.test(value)) found.push(`${tag} ${name}=${value}`);
@@ -73,6 +85,7 @@ def test_hostile_answers_are_only_text(hostile: Site, open_page: Callable[..., P
     assert page.title() == "Octavo"
     assert [url for url in asked if "example.org" in url] == []
     assert "<script>document.title='taken'</script>" in page.inner_text("#oc-chat .bot code")  # shown, not run
+    assert "Behind a list <form action=" in page.inner_text("#oc-chat .bot")
     assert page.is_visible("#oc-question textarea")
 
 
