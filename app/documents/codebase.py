@@ -125,6 +125,9 @@ def read_entries(
             why, extract = "binary or not readable", None
         except OSError:
             why, extract = "not allowed to be opened", None
+        except Exception as error:  # a reader broke on it; the others are read all the same
+            why, extract = "binary or not readable", None
+            notes.append(f"{path}: left out, its reader broke on it ({type(error).__name__}).")
         if why:
             skipped[why] += 1
             continue

@@ -55,6 +55,20 @@ class Limits:
             )
 
 
+class Meter:
+    """Counts what a reader has found so far: a limit then ends its walk, whatever little a file made much text of."""
+
+    def __init__(self, limits: Limits, name: str) -> None:
+        self._limits, self._name, self._chars = limits, name, 0
+
+    def __call__(self, text: str) -> str:
+        """The text as it is; raises DocumentTooLarge where it is too much, or has taken too long."""
+        self._chars += len(text)
+        self._limits.check_chars(self._name, self._chars)
+        self._limits.check_time(self._name)
+        return text
+
+
 @dataclass(frozen=True)
 class Page:
     """Page `number` (from 1) is `text[start:end]` of its document."""

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 from lxml import etree
 
-from app.documents.document import Extract, Limits, paginate
+from app.documents.document import Extract, Limits, Meter, paginate
+from app.documents.markup import outermost, parse
 from app.errors import BadDocument
 
 _W = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
@@ -34,10 +35,11 @@ def read(archive: zipfile.ZipFile, name: str, limits: Limits) -> Extract:
         # Word notes where pages ended when it last saved; a break set by hand is noted there a second time.
         rendered = root.find(f".//{_W}lastRenderedPageBreak") is not None
         body = root.find(_W + "body")
-        blocks = [] if body is None else list(_blocks(body, levels, rendered))
+        meter = Meter(limits, name)
+        blocks = [] if body is None else list(_blocks(body, levels, rendered, meter))
         for kind, member in _NOTES.items():
             if member in archive.namelist():
-                blocks += _notes(_parse(archive, member), kind)
+                blocks += _notes(_parse(archive, member), kind, meter)
     except (KeyError, zipfile.BadZipFile, zlib.error, EOFError, etree.XMLSyntaxError) as error:
         raise BadDocument(f"{name} is a damaged DOCX file: {error}. Open it and save it again.") from error
     except (RuntimeError, NotImplementedError) as error:  # zipfile's words for a password or a rare compression
@@ -48,8 +50,7 @@ def read(archive: zipfile.ZipFile, name: str, limits: Limits) -> Extract:
 
 
 def _parse(archive: zipfile.ZipFile, member: str) -> etree._Element:
-    parser = etree.XMLParser(resolve_entities=False, no_network=True)
-    root = etree.fromstring(archive.read(member), parser)
+    root = parse(archive, member)
     etree.strip_elements(root, *_UNSEEN, with_tail=False)
     return root
 
@@ -67,19 +68,20 @@ def _heading_levels(archive: zipfile.ZipFile) -> dict[str, int]:
     return levels
 
 
-def _blocks(parent: etree._Element, levels: dict[str, int], rendered: bool) -> Iterator[str]:
+def _blocks(parent: etree._Element, levels: dict[str, int], rendered: bool, meter: Meter) -> Iterator[str]:
     for child in parent:
         if child.tag == _W + "p":
-            yield _marker(child, levels) + _inline(child, rendered)
+            yield _marker(child, levels) + _inline(child, rendered, meter)
         elif child.tag == _W + "tbl":
             yield "\n".join(
                 " | ".join(
-                    " ".join(_inline(p, rendered) for p in cell.iter(_W + "p")) for cell in row.findall(_W + "tc")
+                    " ".join(_inline(p, rendered, meter) for p in outermost(cell, _W + "p"))
+                    for cell in row.findall(_W + "tc")
                 )
                 for row in child.findall(_W + "tr")
             )
         elif child.tag != _W + "sectPr":  # content controls, insertions, custom XML
-            yield from _blocks(child, levels, rendered)
+            yield from _blocks(child, levels, rendered, meter)
 
 
 def _marker(paragraph: etree._Element, levels: dict[str, int]) -> str:
@@ -90,11 +92,11 @@ def _marker(paragraph: etree._Element, levels: dict[str, int]) -> str:
     return "- " if paragraph.find(f"{_W}pPr/{_W}numPr") is not None else ""
 
 
-def _inline(paragraph: etree._Element, rendered: bool) -> str:
+def _inline(paragraph: etree._Element, rendered: bool, meter: Meter) -> str:
     parts: list[str] = []
     for node in paragraph.iter():
         if node.tag == _W + "t":
-            parts.append(node.text or "")
+            parts.append(meter(node.text or ""))
         elif node.tag == _W + "br":
             by_hand = node.get(_W + "type") == "page"
             parts.append("\n" if not by_hand else "" if rendered else "\f")
@@ -109,8 +111,8 @@ def _inline(paragraph: etree._Element, rendered: bool) -> str:
     return "".join(parts)
 
 
-def _notes(root: etree._Element, kind: str) -> Iterator[str]:
+def _notes(root: etree._Element, kind: str, meter: Meter) -> Iterator[str]:
     for note in root.iter(_W + kind):
         if note.get(_W + "type") in (None, "normal"):  # the others are separator lines
-            text = " ".join(_inline(p, rendered=True) for p in note.iter(_W + "p"))
+            text = " ".join(_inline(p, True, meter) for p in outermost(note, _W + "p"))
             yield f"[{kind} {note.get(_W + 'id')}] {text.strip()}"

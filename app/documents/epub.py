@@ -11,6 +11,7 @@ from lxml import etree
 
 from app.documents import html
 from app.documents.document import Extract, Limits
+from app.documents.markup import parse
 from app.errors import BadDocument
 
 _CONTAINER = "META-INF/container.xml"
@@ -24,12 +25,12 @@ def read(archive: zipfile.ZipFile, name: str, limits: Limits) -> Extract:
     """Pages of the chapters; the title comes first."""
     try:
         members = set(archive.namelist())
-        if _ENCRYPTION in members and _protected(_parse(archive, _ENCRYPTION)):
+        if _ENCRYPTION in members and _protected(parse(archive, _ENCRYPTION)):
             raise BadDocument(f"{name} is a book protected by DRM, which only its seller's program opens.")
-        packages = [item.get("full-path") for item in _parse(archive, _CONTAINER).iter("{*}rootfile")]
+        packages = [item.get("full-path") for item in parse(archive, _CONTAINER).iter("{*}rootfile")]
         if not packages or packages[0] not in members:
             raise BadDocument(f"{name} is a damaged EPUB: it names no contents. Get it anew, or convert it to PDF.")
-        package = _parse(archive, packages[0])
+        package = parse(archive, packages[0])
         chapters = [chapter for chapter in _spine(package, posixpath.dirname(packages[0])) if chapter in members]
         pages: list[str] = []
         chars = 0
@@ -56,10 +57,6 @@ def _chapter(data: bytes, name: str, limits: Limits) -> list[str]:
         return []
 
 
-def _parse(archive: zipfile.ZipFile, member: str) -> etree._Element:
-    return etree.fromstring(archive.read(member), etree.XMLParser(resolve_entities=False, no_network=True))
-
-
 def _protected(encryption: etree._Element) -> bool:
     methods = [method.get("Algorithm") for method in encryption.iter("{*}EncryptionMethod")]
     return any(method not in _FONT_METHODS for method in methods)
@@ -72,5 +69,12 @@ def _spine(package: etree._Element, folder: str) -> list[str]:
     for reference in package.iter("{*}itemref"):
         item = items.get(reference.get("idref"))
         if item is not None and item.get("media-type") in _TEXT:
-            found.append(posixpath.normpath(posixpath.join(folder, unquote(urlsplit(item.get("href") or "").path))))
+            found.append(posixpath.normpath(posixpath.join(folder, _path(item.get("href") or ""))))
     return found
+
+
+def _path(href: str) -> str:
+    try:
+        return unquote(urlsplit(href).path)
+    except ValueError:  # a link that leads nowhere
+        return ""

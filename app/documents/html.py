@@ -6,7 +6,7 @@ import re
 
 from lxml import etree
 
-from app.documents.document import Extract, Limits, paginate
+from app.documents.document import Extract, Limits, Meter, paginate
 from app.documents.text import decode, warnings_of
 from app.errors import BadDocument
 
@@ -37,12 +37,12 @@ def read(data: bytes, name: str, limits: Limits, title: bool = True) -> Extract:
     if root is None:
         raise BadDocument(f"{name} is an HTML file without any content.")
     named = root.findtext(".//title") if title else None
-    body = _squeeze("".join(_visible(root)))
+    body = _squeeze("".join(_visible(root, Meter(limits, name))))
     text = f"{' '.join(named.split())}\n\n{body}" if named and named.strip() else body
     return Extract("html", list(paginate(text)), warnings_of(decoded))
 
 
-def _visible(root: etree._Element) -> list[str]:
+def _visible(root: etree._Element, meter: Meter) -> list[str]:
     parts: list[str] = []
     hidden = pre = 0
     for event, element in etree.iterwalk(root, events=("start", "end")):
@@ -53,7 +53,7 @@ def _visible(root: etree._Element) -> list[str]:
             if not hidden:
                 parts.append(_before(tag))
                 if element.text:
-                    parts.append(element.text if pre else re.sub(r"\s+", " ", element.text))
+                    parts.append(meter(element.text) if pre else meter(re.sub(r"\s+", " ", element.text)))
             continue
         hidden -= tag in _HIDDEN
         pre -= tag == "pre"
@@ -61,7 +61,7 @@ def _visible(root: etree._Element) -> list[str]:
             if tag in _BLOCK and tag != "br":
                 parts.append("\n")
             if element.tail:
-                parts.append(element.tail if pre else re.sub(r"\s+", " ", element.tail))
+                parts.append(meter(element.tail) if pre else meter(re.sub(r"\s+", " ", element.tail)))
     return parts
 
 

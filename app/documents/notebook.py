@@ -22,7 +22,7 @@ def read(data: bytes, name: str, limits: Limits) -> Extract:
         raise BadDocument(f"{name} is no notebook: it has no cells. Open it in Jupyter and save it again.")
     metadata = book.get("metadata")
     spec = metadata.get("kernelspec") if isinstance(metadata, dict) else None
-    language = str(spec.get("language", "")) if isinstance(spec, dict) else ""
+    language = _text(spec.get("language")) if isinstance(spec, dict) else ""
     pages, chars = [], 0
     for cell in cells:
         page = _cell(cell, language) if isinstance(cell, dict) else ""
@@ -44,7 +44,8 @@ def _cell(cell: dict[str, Any], language: str) -> str:
     if cell.get("cell_type") != "code":
         return source
     parts = [f"```{language}\n{source}\n```"]
-    for output in cell.get("outputs") or []:
+    outputs = cell.get("outputs")
+    for output in outputs if isinstance(outputs, list) else []:
         shown = _output(output).rstrip() if isinstance(output, dict) else ""
         if len(shown) > _OUTPUT_CHARS:
             shown = shown[:_OUTPUT_CHARS] + "\n..."
@@ -55,7 +56,7 @@ def _cell(cell: dict[str, Any], language: str) -> str:
 
 def _output(output: dict[str, Any]) -> str:
     if output.get("output_type") == "error" or "ename" in output:
-        return f"{output.get('ename', '')}: {output.get('evalue', '')}"
+        return f"{_text(output.get('ename'))}: {_text(output.get('evalue'))}"
     data = output.get("data")
     if isinstance(data, dict):
         return next((_text(data[kind]) for kind in _SHOWN if kind in data), "")
@@ -63,4 +64,5 @@ def _output(output: dict[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    return "".join(map(str, value)) if isinstance(value, list) else value if isinstance(value, str) else ""
+    parts = value if isinstance(value, list) else [value]
+    return "".join(part for part in parts if isinstance(part, str))

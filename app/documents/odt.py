@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from lxml import etree
 
-from app.documents.document import Extract, Limits, paginate
+from app.documents.document import Extract, Limits, Meter, paginate
+from app.documents.markup import outermost, parse
 from app.errors import BadDocument
 
 _OFFICE = "{urn:oasis:names:tc:opendocument:xmlns:office:1.0}"
@@ -24,13 +25,13 @@ def read(archive: zipfile.ZipFile, name: str, limits: Limits) -> Extract:
     """Text by page where the file says where its pages ended, else by length."""
     try:
         members = archive.namelist()
-        if "META-INF/manifest.xml" in members and _encrypted(_parse(archive, "META-INF/manifest.xml")):
+        if "META-INF/manifest.xml" in members and _encrypted(parse(archive, "META-INF/manifest.xml")):
             raise BadDocument(f"{name} is protected by a password. Save it without one.")
-        root = _parse(archive, "content.xml")
+        root = parse(archive, "content.xml")
         etree.strip_elements(root, *_UNSEEN, with_tail=False)
         body = root.find(f"{_OFFICE}body/{_OFFICE}text")
         notes: list[str] = []
-        blocks = [] if body is None else list(_blocks(body, notes))
+        blocks = [] if body is None else list(_blocks(body, notes, Meter(limits, name)))
     except (KeyError, zipfile.BadZipFile, zlib.error, EOFError, etree.XMLSyntaxError) as error:
         raise BadDocument(f"{name} is a damaged ODT file: {error}. Open it and save it again.") from error
     except (RuntimeError, NotImplementedError) as error:  # zipfile's words for a password or a rare compression
@@ -40,57 +41,59 @@ def read(archive: zipfile.ZipFile, name: str, limits: Limits) -> Extract:
     return Extract("odt", list(paginate(text)))
 
 
-def _parse(archive: zipfile.ZipFile, member: str) -> etree._Element:
-    return etree.fromstring(archive.read(member), etree.XMLParser(resolve_entities=False, no_network=True))
-
-
 def _encrypted(manifest: etree._Element) -> bool:
     return next(manifest.iter("{*}encryption-data"), None) is not None
 
 
-def _blocks(parent: etree._Element, notes: list[str], marker: str = "") -> Iterator[str]:
+def _blocks(parent: etree._Element, notes: list[str], meter: Meter, marker: str = "") -> Iterator[str]:
     for child in parent:
         if child.tag == _TEXT + "h":
-            level = child.get(_TEXT + "outline-level") or "1"
-            yield "#" * min(6, int(level) if level.isdecimal() else 1) + " " + _inline(child, notes)
+            yield "#" * min(6, _number(child, "outline-level")) + " " + _inline(child, notes, meter)
         elif child.tag == _TEXT + "p":
-            yield marker + _inline(child, notes)
+            yield marker + _inline(child, notes, meter)
         elif child.tag == _TEXT + "list-item":
-            yield from _blocks(child, notes, "- ")
+            yield from _blocks(child, notes, meter, "- ")
         elif child.tag == _TABLE + "table":
             yield "\n".join(
-                " | ".join(" ".join(_inline(p, notes) for p in cell.iter(*_PARAGRAPHS)) for cell in _cells(row))
+                " | ".join(
+                    " ".join(_inline(p, notes, meter) for p in outermost(cell, *_PARAGRAPHS)) for cell in _cells(row)
+                )
                 for row in child.iter(_TABLE + "table-row")
                 if next(row.iterancestors(_TABLE + "table")) is child  # a table within a cell is told there
             )
         elif child.tag == _TEXT + "soft-page-break":
             yield "\f"
         else:  # sections, lists, indexes
-            yield from _blocks(child, notes, marker)
+            yield from _blocks(child, notes, meter, marker)
 
 
 def _cells(row: etree._Element) -> list[etree._Element]:
     return [cell for cell in row if cell.tag == _TABLE + "table-cell"]
 
 
-def _inline(paragraph: etree._Element, notes: list[str]) -> str:
+def _number(node: etree._Element, attribute: str) -> int:
+    """An attribute of the text's own kind as a number; 1 where it is none, or a longer one than is meant seriously."""
+    value = node.get(_TEXT + attribute) or ""
+    return int(value) if value.isdecimal() and len(value) < 5 else 1
+
+
+def _inline(paragraph: etree._Element, notes: list[str], meter: Meter) -> str:
     """A paragraph's text; what its notes say goes behind the whole."""
-    parts = [paragraph.text or ""]
+    parts = [meter(paragraph.text or "")]
     for node in paragraph:
         if node.tag == _TEXT + "note":
             mark = (node.findtext(_TEXT + "note-citation") or "").strip()
             body = node.find(_TEXT + "note-body")
-            said = " ".join(_inline(p, notes) for p in body.iter(*_PARAGRAPHS)) if body is not None else ""
+            said = " ".join(_inline(p, notes, meter) for p in outermost(body, *_PARAGRAPHS)) if body is not None else ""
             parts.append(f"[note {mark}]")
             notes.append(f"[note {mark}] {said.strip()}")
         elif node.tag == _TEXT + "s":
-            count = node.get(_TEXT + "c") or "1"
-            parts.append(" " * min(1000, int(count) if count.isdecimal() else 1))
+            parts.append(meter(" " * min(1000, _number(node, "c"))))
         elif node.tag in _PLAIN:
             parts.append(_PLAIN[node.tag])
         elif isinstance(node.tag, str):  # no comment or processing instruction
             if node.tag in _PARAGRAPHS:  # of a text box
                 parts.append("\n")
-            parts.append(_inline(node, notes))
-        parts.append(node.tail or "")
+            parts.append(_inline(node, notes, meter))
+        parts.append(meter(node.tail or ""))
     return "".join(parts)

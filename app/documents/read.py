@@ -69,9 +69,10 @@ def read_document(path: Path, name: str = "", limits: Limits | None = None) -> D
     name = display_name(name or path.resolve().name)
     if path.is_dir():
         extract = codebase.read_folder(path, name, limits, _inside(limits))
-        return _document(extract, name, "".join(extract.pages).encode(), limits)
-    data = _load(path, name, limits)
-    extract = _extract(data, name, limits)
+        data = "".join(extract.pages).encode()
+    else:
+        data = _load(path, name, limits)
+        extract = _extract(data, name, limits)
     return _document(extract, name, data, limits)
 
 

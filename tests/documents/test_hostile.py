@@ -1,0 +1,115 @@
+"""Files that were made to break a reader, or to keep it busy: refused in time, and nothing beside them is lost."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.documents import Limits, docx, notebook, odt, read_document
+from app.errors import BadDocument, DocumentTooLarge
+from tests.documents.build import archive, docx_xml
+from tests.documents.test_odt_rtf import odt as odt_file
+
+EPUB = {
+    "META-INF/container.xml": '<container><rootfile full-path="c.opf"/></container>',
+    "c.opf": '<package><item id="a" href="http://[bad" media-type="text/html"/><item id="b" href="b.html"'
+    ' media-type="text/html"/><itemref idref="a"/><itemref idref="b"/></package>',
+    "b.html": "<p>Chapter two</p>",
+}
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["text/plain", "x"]), inner),
+    max_leaves=5,
+)
+OUTPUT = st.dictionaries(st.sampled_from(["output_type", "data", "text", "ename", "evalue"]), JSON)
+CELL = st.fixed_dictionaries({"cell_type": st.just("code") | JSON}) | st.fixed_dictionaries(
+    {"cell_type": st.just("code"), "source": JSON, "input": JSON, "outputs": JSON | st.lists(OUTPUT, max_size=2)}
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    JSON | st.lists(CELL, max_size=3),
+    JSON | st.fixed_dictionaries({"kernelspec": JSON | st.dictionaries(st.just("language"), JSON)}),
+)
+def test_a_notebook_of_any_types_is_read_or_refused(cells: Any, metadata: Any) -> None:
+    try:
+        notebook.read(json.dumps({"cells": cells, "metadata": metadata}).encode(), "a.ipynb", Limits())
+    except BadDocument:
+        pass
+
+
+def test_odd_values_do_not_break_a_document(tmp_path: Path) -> None:
+    many = "9" * 5000
+    (tmp_path / "a.odt").write_bytes(
+        odt_file(f'<text:h text:outline-level="{many}">Head</text:h><text:p>a<text:s text:c="{many}"/>b</text:p>')
+    )
+    assert read_document(tmp_path / "a.odt").text.split() == ["#", "Head", "a", "b"]
+    (tmp_path / "a.epub").write_bytes(archive(EPUB))
+    assert "Chapter two" in read_document(tmp_path / "a.epub").text
+
+
+def test_a_reader_that_breaks_costs_its_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "good.txt").write_text("All is well.")
+    (tmp_path / "odd.ipynb").write_text("{}")
+
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(notebook, "read", broken)
+    document = read_document(tmp_path)
+    assert "All is well." in document.text
+    assert "1 file skipped: 1 binary or not readable." in document.warnings
+    assert any(note.startswith("odd.ipynb: left out") for note in document.warnings)
+
+
+def test_nested_notes_are_read_once(tmp_path: Path) -> None:
+    body = "<text:p>innermost</text:p>"
+    for _ in range(60):
+        body = f"<text:p><text:note><text:note-body>{body}</text:note-body></text:note></text:p>"
+    (tmp_path / "a.odt").write_bytes(odt_file(body))
+    before = time.monotonic()
+    text = read_document(tmp_path / "a.odt").text
+    assert time.monotonic() - before < 5
+    assert text.count("innermost") == 1
+    assert text.count("[note ]") == 120
+
+
+def test_nested_text_boxes_in_a_table_are_read_once(tmp_path: Path) -> None:
+    inner = ""
+    for number in range(50):
+        inner = f"<w:p><w:r><w:t>box{number};</w:t></w:r>{inner}</w:p>"
+    (tmp_path / "a.docx").write_bytes(docx_xml(f"<w:tbl><w:tr><w:tc>{inner}</w:tc></w:tr></w:tbl>"))
+    text = read_document(tmp_path / "a.docx").text
+    assert all(text.count(f"box{number};") == 1 for number in range(50))
+
+
+@pytest.mark.parametrize(
+    ("reader", "name", "data"),
+    [
+        (odt, "a.odt", odt_file("<text:p>many words</text:p>" * 20_000)),
+        (docx, "a.docx", docx_xml("<w:p><w:r><w:t>many words</w:t></w:r></w:p>" * 20_000)),
+    ],
+)
+def test_limits_end_a_walk_and_not_what_comes_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: Any, name: str, data: bytes
+) -> None:
+    read = []
+    inline = reader._inline
+    monkeypatch.setattr(reader, "_inline", lambda *given: read.append(0) or inline(*given))
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DocumentTooLarge):
+        read_document(tmp_path / name, limits=Limits(max_chars=1000))
+    assert len(read) < 200
+
+
+def test_the_clock_is_watched_within_a_page(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_bytes(b"<p>many words</p>" * 1000)
+    with pytest.raises(DocumentTooLarge):
+        read_document(tmp_path / "a.html", limits=Limits(max_seconds=0))
