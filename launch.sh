@@ -10,6 +10,7 @@
 # Environment, all optional:
 #   PYTHON              the Python to make .venv with, 3.11 or newer
 #   OCTAVO_TORCH_INDEX  a package index to take torch from; empty: only those that pip is configured for
+#   OCTAVO_MODEL, OCTAVO_CACHE, OCTAVO_AUTH, OCTAVO_API_KEY, OPENAI_API_KEY   see README.md
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -23,6 +24,13 @@ say() { printf 'octavo: %s\n' "$*" >&2; }
 die() {
   say "$@"
   exit 1
+}
+
+# What needs no installation: the words at the head of this file.
+own_help() {
+  sed -n '2,/^set /s/^# \{0,1\}//p' "$ROOT/launch.sh"
+  printf '\n%s\n' "Without COMMAND the flags are those of serve, such as --port 7000 or --model DIR." \
+    "COMMAND --help tells a command's flags, once Octavo is installed: any command but --help does that."
 }
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
@@ -95,7 +103,7 @@ urllib.request.urlopen(urllib.request.Request(sys.argv[1], method="HEAD"), timeo
 PYTHON_CODE
       index=$TORCH_CPU_INDEX
     else
-      say "PyTorch's index of CPU builds does not answer; taking torch from where pip is configured to look."
+      say "Taking torch from the package index that pip uses; it may be the larger build, which works as well."
     fi
   fi
   printf '%s' "$index"
@@ -165,6 +173,9 @@ ensure() {
 main() {
   local flash=
   [ "${1-}" != --with-flash-attn ] || { flash=yes && shift; }
+  case " ${*:-} " in
+    *" --help "* | *" -h "*) fresh || { own_help && return; } ;;
+  esac
   trap 'say "Interrupted. The next start installs anew."; exit 130' INT
   ensure fresh install_app
   [ -z "$flash" ] || install_flash_attn

@@ -58,7 +58,11 @@ def _finite(text: str) -> float:
 
 def build_parser() -> argparse.ArgumentParser:
     """All commands and flags. A flag that is not given is None, so that its default stays in `Settings`."""
-    parser = _Parser(prog="./launch.sh", description="Chat with documents of up to several million tokens.")
+    parser = _Parser(
+        prog="./launch.sh",
+        description="Chat with documents of up to several million tokens.",
+        epilog="Without COMMAND the flags are those of serve. ./launch.sh test runs every check.",
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     serve = commands.add_parser("serve", help="the page in the browser", description="Serve the page.")
@@ -285,7 +289,10 @@ def run(argv: Sequence[str]) -> int:
     """Parse and carry out; raises what goes wrong."""
     if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
         argv = ["serve", *argv]
-    args = build_parser().parse_args(argv)
+    args, unknown = build_parser().parse_known_args(argv)
+    if unknown:
+        command = " ".join(filter(None, (args.command, getattr(args, "kind", None))))
+        raise UsageError(f"Unrecognized arguments: {' '.join(unknown)}. See: ./launch.sh {command} --help")
     if args.command == "bench":
         from app.cli_bench import bench
 

@@ -58,7 +58,7 @@ def ask(
         for source in sources:
             for warning in source.document.warnings:
                 print(f"octavo: {source.document.name}: {warning}", file=sys.stderr)
-        service.load(lambda stage, fraction: status.show(f"{stage} {fraction:.0%}"))
+        service.load(lambda stage, fraction: status.show(f"{stage} {fraction:.0%}"), bool(sources))
         status.clear()
         chat = service.new_chat(system)
         done = stream(service.ask(chat, question, sources, sampling), status)

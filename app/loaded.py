@@ -67,14 +67,16 @@ class Loaded:
         text = b"".join(map(self.model.tokenizer.token_bytes, ids)).decode("utf-8", "ignore")
         return " ".join(text.split())
 
-    def warm_up(self) -> None:
+    def warm_up(self, documents: bool = True) -> None:
         """Read and write a little, so that the first question pays for nothing and its time can be told.
 
-        The reading test goes first: it shows which heads tell what an answer rests on.
+        The reading test goes first: it shows which heads tell what an answer rests on. Where no `documents` will be
+        asked about there is nothing to tell.
         """
-        probe = build_probe(self.model.tokenizer, self.prompts)
-        if self.model.runner.capacity is None or len(probe) < self.model.runner.capacity:
-            self.model.runner.find_evidence_heads(probe.prompt, probe.questions)
+        if documents:
+            probe = build_probe(self.model.tokenizer, self.prompts)
+            if self.model.runner.capacity is None or len(probe) < self.model.runner.capacity:
+                self.model.runner.find_evidence_heads(probe.prompt, probe.questions)
         runner = self.model.runner
         length = min(runner.chunk, _WARM_UP_TOKENS)
         if runner.capacity is not None:

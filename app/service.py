@@ -78,10 +78,11 @@ class ChatService:
         """Whether an answer runs or waits."""
         return (loaded := self._loaded) is not None and loaded.engine.busy
 
-    def load(self, progress: LoadProgress | None = None) -> None:
+    def load(self, progress: LoadProgress | None = None, documents: bool = True) -> None:
         """Load the model: slow. Never raises; a failure is kept in `load_error`, which later calls raise.
 
-        `progress(stage, fraction)` is told what goes on, with fractions from 0 to 1.
+        `progress(stage, fraction)` is told what goes on, with fractions from 0 to 1. Without `documents` it is not
+        made ready to tell what an answer rests on.
         """
         report = progress or (lambda stage, fraction: None)
         if self._loaded is not None:
@@ -93,7 +94,7 @@ class ChatService:
             self._pin(loaded)
             report("Warming up", 0.95)
             try:
-                loaded.warm_up()
+                loaded.warm_up(documents)
             except BaseException:
                 loaded.engine.close()
                 raise

@@ -90,7 +90,7 @@ class Tokenizer:
 
         self._prefix: Prefix = _take_prefix(data)
         self.space_after_special = self._prefix in ("always", "doubled")
-        self._backend = Backend.from_str(json.dumps(_text_only(data, added, control)))
+        self._backend = Backend.from_str(json.dumps(_text_only(data, added, control), ensure_ascii=False))
         if _splits(self._backend, "ab cd", 2):
             delimiters = _pre_tokenizer_delimiters(self._backend, _unjoined(added))
         else:

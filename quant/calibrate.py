@@ -13,6 +13,7 @@ from quant.w8a8 import quantize_weight
 
 _DAMPING = 0.01  # of the mean diagonal, as GPTQ has it
 _BLOCK = 64  # columns rounded before the rest is corrected in one product
+_FEW = 8  # columns that are corrected one by one: too little for two threads, which would wait for each other each time
 _WIDEST_SCALE = 64.0  # a channel that is silent in the sample must not get a scale without bounds
 _PIECE = 2048  # rows of activations copied at a time
 _WIDEST_DOUBLE = 4096  # input channels up to which the factorisation runs in float64
@@ -47,20 +48,29 @@ def round_weight(weight: Tensor, gram: Tensor) -> QuantizedWeight:
     upper = _inverse_root(gram[order][:, order])
     if upper is None:
         return QuantizedWeight(*nearest)
-    left = weight[:, order]
-    codes = torch.empty_like(nearest[0])
+    left = weight.T[order]  # [in, out]: a column's neighbours in memory are of the same column
+    rounded = torch.empty_like(left, dtype=torch.int8)
     for start in range(0, columns, _BLOCK):
         end = min(start + _BLOCK, columns)
-        block, factors = left[:, start:end].clone(), upper[start:end]
-        errors = torch.empty_like(block)
-        for at in range(end - start):
-            column = block[:, at]
-            rounded = (column / scale).round_().clamp_(-127, 127)
-            codes[:, order[start + at]] = rounded.to(torch.int8)
-            errors[:, at] = (column - rounded * scale) / factors[at, start + at]
-            block[:, at:].addr_(errors[:, at], factors[at, start + at : end], alpha=-1)
-        left[:, end:] -= errors @ factors[:, end:]
-    return QuantizedWeight(codes, scale)
+        factors, errors = upper[start:end], torch.empty_like(left[start:end])
+        _round_columns(left[start:end], factors[:, start:end], scale, rounded[start:end], errors)
+        left[end:].addmm_(factors[:, end:].T, errors, alpha=-1)
+    return QuantizedWeight(torch.empty_like(nearest[0]).index_copy_(1, order, rounded.T), scale)
+
+
+def _round_columns(left: Tensor, upper: Tensor, scale: Tensor, codes: Tensor, errors: Tensor) -> None:
+    """Codes and weighted errors [n, out] of columns `left` [n, out], which are used up, by their factors [n, n]."""
+    if (count := len(left)) > _FEW:
+        half = count // 2
+        _round_columns(left[:half], upper[:half, :half], scale, codes[:half], errors[:half])
+        left[half:].addmm_(upper[:half, half:].T, errors[:half], alpha=-1)
+        _round_columns(left[half:], upper[half:, half:], scale, codes[half:], errors[half:])
+        return
+    for at, column in enumerate(left):
+        rounded = (column / scale).round_().clamp_(-127, 127)
+        codes[at] = rounded
+        errors[at] = (column - rounded * scale) / upper[at, at]
+        left[at + 1 :].addr_(upper[at, at + 1 :], errors[at], alpha=-1)
 
 
 def _inverse_root(gram: Tensor) -> Tensor | None:
@@ -71,15 +81,13 @@ def _inverse_root(gram: Tensor) -> Tensor | None:
         return None
     dtype = torch.float64 if size <= _WIDEST_DOUBLE else torch.float32
     for damping in (_DAMPING, 10 * _DAMPING, 100 * _DAMPING):
-        work = gram.to(dtype, copy=True)  # three matrices of this size at a time, no more
+        # The gram is M M^T with an upper M, found from its mirror image, and its inverse has the factor M^-1.
+        work = gram.flip(0, 1).to(dtype)  # three matrices of this size at a time, no more
         work.diagonal().add_(damping * mean)
         work, failed = torch.linalg.cholesky_ex(work)
-        if failed:
-            continue
-        work = torch.cholesky_inverse(work)
-        work, failed = torch.linalg.cholesky_ex(work, upper=True)
         if not failed:
-            return work.to(torch.float32)
+            identity = torch.eye(size, dtype=dtype, device=gram.device)
+            return torch.linalg.solve_triangular(work.flip(0, 1), identity, upper=True).to(torch.float32)
     return None
 
 

@@ -43,7 +43,21 @@ class Launcher:
         self.bin = folder / "bin"
         self.bin.mkdir()
         self.add("python3", PYTHON)
-        for tool in ("bash", "cat", "cksum", "awk", "dirname", "mkdir", "cp", "rm", "sleep", "uname", "grep", "env"):
+        for tool in (
+            "bash",
+            "cat",
+            "cksum",
+            "awk",
+            "dirname",
+            "mkdir",
+            "cp",
+            "rm",
+            "sleep",
+            "uname",
+            "grep",
+            "env",
+            "sed",
+        ):
             found = shutil.which(tool)
             assert found
             (self.bin / tool).symlink_to(found)
@@ -97,6 +111,18 @@ def test_first_start_installs_and_second_start_does_not(launch: Launcher, tmp_pa
     second = launch()
     assert (second.stdout, second.stderr) == (f"run: -P -m app [{launch.root}] [False]\n", "")
     assert launch.pip_calls() == []
+
+
+def test_help_installs_nothing(launch: Launcher) -> None:
+    for argv in (["--help"], ["-h"], ["ask", "--help"]):
+        told = launch(*argv)
+        assert (told.returncode, launch.pip_calls(), told.stderr) == (0, [], "")
+        for word in ("./launch.sh test", "ask, plan", "flags are those of serve", "OCTAVO_TORCH_INDEX", "PYTHON "):
+            assert word in told.stdout
+        assert "set -euo" not in told.stdout
+    assert not (launch.root / ".venv").exists()
+    launch()
+    assert "run: -P -m app --help" in launch("--help").stdout
 
 
 def test_changed_requirements_are_installed(launch: Launcher) -> None:

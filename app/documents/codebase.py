@@ -26,6 +26,7 @@ _TOOL_FOLDERS = frozenset(
     ".git .hg .svn .tox .nox .venv venv .idea .vscode .gradle .terraform .next .cache .eggs __pycache__ __MACOSX"
     " .mypy_cache .pytest_cache .ruff_cache .hypothesis node_modules bower_components".split()
 )
+_IN_TOOLS = "in folders of tools"
 _LOCK_FILES = frozenset(
     "package-lock.json npm-shrinkwrap.json pnpm-lock.yaml bun.lockb go.sum Package.resolved packages.lock.json"
     " gradle.lockfile .terraform.lock.hcl pubspec.lock".split()
@@ -62,8 +63,8 @@ def read_archive(archive: zipfile.ZipFile, name: str, limits: Limits, read_file:
 def read_folder(folder: Path, name: str, limits: Limits, read_file: ReadFile) -> Extract:
     """A folder on disk; links are not followed."""
     entries = []
-    total = 0
-    for path in _walk(folder):
+    total, left_out = 0, Counter[str]()
+    for path in _walk(folder, left_out):
         size = path.stat(follow_symlinks=False).st_size
         shown = path.relative_to(folder).as_posix()
         if _tools(shown) is None:
@@ -71,12 +72,15 @@ def read_folder(folder: Path, name: str, limits: Limits, read_file: ReadFile) ->
         if total > limits.max_unpacked_bytes:
             raise DocumentTooLarge(f"{name} holds more than {limits.max_unpacked_bytes >> 20:,} MiB. Add a part of it.")
         entries.append(Entry(shown, size, path.read_bytes))
-    return read_entries(entries, name, limits, read_file)
+    return read_entries(entries, name, limits, read_file, left_out)
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
+    """Files that may be read; those in folders of tools are only counted, as in an archive."""
     found = 0
     for place, folders, files in os.walk(folder):
+        for tools in _TOOL_FOLDERS.intersection(folders):
+            left_out[_IN_TOOLS] += sum(len(inside) for _, _, inside in os.walk(Path(place, tools)))
         folders[:] = sorted(name for name in folders if name not in _TOOL_FOLDERS)
         for file in sorted(files):
             path = Path(place, file)
@@ -138,7 +142,9 @@ def read_entries(
             notes += (f"{path}: {warning}" for warning in extract.warnings)
     if not any("".join(extract.pages).strip() for _, extract in read):
         raise BadDocument(f"{name} holds no text: {_told(skipped) or 'it is empty'}. Add the files that matter.")
-    warnings = [f"{count(sum(skipped.values()), 'file')} skipped: {_told(skipped)}."] if skipped else []
+    warnings = (
+        [f"{count(sum(skipped.values()), 'file')} skipped: {_told(skipped)}. No answer knows them."] if skipped else []
+    )
     if len(notes) > 5:
         notes[5:] = [f"{len(notes) - 5:,} more such notes."]
     return _lay_out(name, read, (*warnings, *notes))
@@ -182,7 +188,7 @@ def _tools(path: str) -> str | None:
     """Why a file is not worth reading, by its path alone; None when it is."""
     *folders, file = PurePosixPath(path).parts or ("",)
     if _TOOL_FOLDERS.intersection(folders):
-        return "in folders of tools"
+        return _IN_TOOLS
     if file in _LOCK_FILES or file.endswith((".lock", ".lockb")):
         return "lock files"
     return "generated" if file.endswith(_GENERATED) else None

@@ -49,7 +49,7 @@ class RemoteService(ChatService):
     def busy(self) -> bool:
         return self._engine.busy
 
-    def load(self, progress: LoadProgress | None = None) -> None:
+    def load(self, progress: LoadProgress | None = None, documents: bool = True) -> None:
         """Ask the server for its models; never raises, as ChatService.load has it.
 
         While it does not answer, or refuses, it is asked again every few seconds: it may still be starting.

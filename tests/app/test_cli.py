@@ -81,6 +81,20 @@ def test_ask_prints_the_answer_and_nothing_else(model: FakeRunner, capfd: pytest
     assert model.open_slots == 0
 
 
+def test_what_tells_sources_is_learned_only_where_there_are_some(
+    model: FakeRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tests: list[object] = []
+    monkeypatch.setattr(Runner, "find_evidence_heads", lambda runner, prompt, questions: tests.append(questions))
+    monkeypatch.setattr("app.probe.Probe.__len__", lambda probe: 1)
+    assert main(["ask", "What is the code?"]) == 0
+    assert not tests
+    model.starts = 0
+    (tmp_path / "a.txt").write_text("The code is 4711.")
+    assert main(["ask", "--document", f"{tmp_path}/a.txt", "What is the code?"]) == 0
+    assert tests
+
+
 def test_json_is_the_last_line_with_the_named_fields(model: FakeRunner, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["ask", "--json", "What is the code?"]) == 0
     answer, last = capfd.readouterr().out.strip().split("\n")
@@ -405,7 +419,7 @@ def test_a_wrong_page_range_is_told_as_such(
 def test_what_is_wrong_without_a_model_is_told_before_one_is_loaded(
     monkeypatch: pytest.MonkeyPatch, wrong: list[str]
 ) -> None:
-    def load(service: ChatService, progress: object = None) -> None:
+    def load(service: ChatService, progress: object = None, documents: bool = True) -> None:
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr(ChatService, "load", load)

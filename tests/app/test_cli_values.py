@@ -153,3 +153,18 @@ def test_what_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
     folder_to_write("--out", tmp_path / "a" / "b")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b", "file"]
     assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        (["--foo"], "serve"),
+        (["--port", "1", "--foo", "x"], "serve"),
+        (["ask", "q", "--foo"], "ask"),
+        (["eval", "needle", "--out", "x", "--foo"], "eval needle"),
+    ],
+)
+def test_a_flag_that_is_none_is_told_with_where_to_look(
+    capsys: pytest.CaptureFixture[str], argv: list[str], command: str
+) -> None:
+    refused(capsys, argv, "--foo", f"See: ./launch.sh {command} --help")
