@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import math
 import pydoc_data.topics
 import sysconfig
@@ -31,8 +30,8 @@ from app.evaluation.needle import Grid, needle
 from app.model import OpenModel, choose_pattern, find_model, open_model
 from app.tokenizer import TextTokenizer
 from benchmarks._report import Bar, at_least, at_most, commit, finish
+from benchmarks.identification import identification_bars, published_bars, timed_identification
 from models.heads import HeadPattern
-from models.identify import agreement
 
 _LENGTHS = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 7500)
 _PATTERN_LENGTHS = (2048, 4096, 7500)
@@ -40,6 +39,7 @@ _OTHER_LENGTHS = (2048, 4096)  # a bad pattern shows itself there already
 _WINDOW = 8192  # tokens of a stretch
 _PIECE = 1024  # tokens read between two looks at the logits
 _FULL, _DUO, _SERVED = "full bf16", "duo 50 %", "duo 50 % + KV4 + W8A8"
+_CALIBRATED = f"{_SERVED}, calibrated"  # by `quantize`
 _OTHERS = ("random 50 %", "inverted 50 %")
 
 _PACKAGES = "gradio transformers fastapi huggingface_hub pydantic numpy httpx rich requests tqdm typer click".split()
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    published = [] if args.published is None else _published(args.published)
+    published = [] if args.published is None else published_bars(args.published)
     served = Settings(model=EMBEDDED_MODEL, library_quota=0.0, threads=args.threads)
     pattern, _ = choose_pattern(find_model(served), served)
     assert pattern is not None
@@ -78,8 +78,8 @@ def main(argv: list[str]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         for side in _sides(pattern, served, args.trials, folder, args.apart):
             details[side.name] = _measure(side, folder)
-        identified = _identification(folder, pattern, args.threads)
-    bars = [*_identification_bars(identified, args.threads), *_bars(details), *published]
+        identified = timed_identification(folder, pattern, args.threads)
+    bars = [*identification_bars(identified, args.threads), *_bars(details), *published]
     finish("needle", argv, bars, details | {"identification": identified}, args.json, args.threads)
     return 0 if all(bar.holds for bar in bars) else 1
 
@@ -95,6 +95,7 @@ def _sides(pattern: HeadPattern, served: Settings, trials: int, folder: Path, ap
         _Side(_FULL, whole, every),
         _Side(_DUO, plain, every if apart else Grid(_PATTERN_LENGTHS, trials=trials)),
         _Side(_SERVED, served, every),
+        _Side(_CALIBRATED, replace(served, model=str(_quantised(folder))), every),
     ]
     if apart:
         sides += [_Side("KV4", replace(whole, kv="kv4"), every), _Side("W8A8", replace(whole, weights="w8a8"), every)]
@@ -103,6 +104,14 @@ def _sides(pattern: HeadPattern, served: Settings, trials: int, folder: Path, ap
         replace(pattern, scores=scores, source=name).save(folder / name)
         sides.append(_Side(name, replace(plain, pattern=folder / name), Grid(_OTHER_LENGTHS, trials=trials)))
     return sides
+
+
+def _quantised(folder: Path) -> Path:
+    """The embedded model as `quantize` writes it, its head pattern beside it."""
+    out = folder / "w8a8"
+    if not out.exists() and command_line(["quantize", EMBEDDED_MODEL, str(out)]) != 0:
+        raise RuntimeError("the embedded model could not be quantised")
+    return out
 
 
 def _stretches(tokenizer: TextTokenizer) -> dict[str, list[int]]:
@@ -196,7 +205,8 @@ def _bars(details: dict[str, Any]) -> list[Bar]:
         return round(100 * (float(np.mean(there)) - float(other["accuracy"])), 6) + 0.0  # equal is equal
 
     bars = [
-        at_most("needle grid: full bf16 less duo + KV4 + W8A8", lost(_SERVED), "points", 2),
+        at_most("needle grid: full bf16 less duo + KV4 + W8A8 (quantize)", lost(_CALIBRATED), "points", 2),
+        at_most("needle grid: full bf16 less duo + KV4 + W8A8 (as loaded)", lost(_SERVED), "points", 2),
         at_least("pass codes: duo 50 % less full", -lost(_DUO), "points", 0),
     ]
     for name in [name for name in details if name != _FULL]:
@@ -213,48 +223,3 @@ def _bars(details: dict[str, Any]) -> list[Bar]:
             bars.append(at_least(f"perplexity at 8K, mean of {len(apart)} texts: {name}", mean, "%", 2))
             bars.append(at_least(f"pass codes lost: {name}", lost(name), "points", 10))
     return bars
-
-
-def _identification(folder: Path, pattern: HeadPattern, threads: int) -> dict[str, Any]:
-    """Minutes of identification, and how far its heads are the shipped pattern's.
-
-    On a GPU the whole way, as that pattern was made; on a CPU the training-free one.
-    """
-    out = folder / "pattern"
-    done = Journal(folder / "identification.jsonl", {"commit": commit()})
-    if "it" not in done:
-        flags = ["identify", "--model", EMBEDDED_MODEL, "--out", str(out), "--sink", "128", "--recent", "512"]
-        gpu = torch.cuda.is_available()
-        flags += ["--steps", "120", "--refine", "3"] if gpu else ["--training-free", "--threads", str(threads)]
-        begin = time.perf_counter()
-        if command_line(flags) != 0:
-            raise RuntimeError("identification failed")
-        minutes = (time.perf_counter() - begin) / 60
-        figures = json.loads((out / "identify.json").read_text(encoding="utf-8"))
-        common, correlation = agreement(HeadPattern.load(out).scores, pattern.scores, 0.5)
-        shipped = {"common_heads": common, "rank_correlation": correlation}
-        done.add("it", gpu=gpu, minutes=minutes, agreement_with_the_shipped_pattern=shipped, figures=figures)
-    found = done.rows["it"]
-    common, correlation = found["agreement_with_the_shipped_pattern"].values()
-    print(f"found anew, {common:.0%} of the heads are the shipped pattern's, rank correlation {correlation:.2f}")
-    return found
-
-
-def _identification_bars(found: dict[str, Any], threads: int) -> list[Bar]:
-    if found["gpu"]:
-        return [at_most("identification, gates and refinement, one GPU", found["minutes"], "min", 10)]
-    return [at_most(f"identification, training-free, {threads} CPU cores", found["minutes"], "min", 15)]
-
-
-def _published(folder: Path) -> list[Bar]:
-    """Published patterns whose retrieval set at 50 % is that of their own quantile rule, but for ties."""
-    files = sorted(folder.rglob("full_attention_heads.tsv"))
-    if not files:
-        raise FileNotFoundError(f"no head pattern lies in {folder}")
-    agreeing = 0
-    for file in files:
-        made = HeadPattern.load(file.parent)
-        ours, theirs = made.retrieval_mask(0.5), made.scores >= np.quantile(made.scores, 0.5)
-        tied = made.scores == np.sort(made.scores, axis=None)[::-1][made.scores.size // 2 - 1]
-        agreeing += bool(((ours != theirs) <= tied).all())
-    return [at_least("published patterns with the set of their quantile rule", agreeing, "patterns", 6)]

@@ -19,8 +19,7 @@ import torch
 
 from app.calibration import sample_texts, sample_windows
 from app.cli_quantize import TOKENS
-from app.config import Settings
-from app.embedded import embedded_model_path
+from app.config import EMBEDDED_MODEL, Settings
 from app.evaluation.quality import Quality, Variant, variants
 from app.evaluation.report import table
 from app.model import choose_pattern, find_model
@@ -109,7 +108,7 @@ def main(argv: list[str]) -> int:
         return 0
     started = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    settings = Settings(model=str(embedded_model_path()) if Settings().model is None else Settings().model)
+    settings = Settings(model=Settings().model or EMBEDDED_MODEL)
     files = find_model(settings)
     checkpoint, tokenizer = open_checkpoint(files.path), Tokenizer(files.path)
     pattern, pattern_note = choose_pattern(files, settings)
