@@ -80,6 +80,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--api-key", action="append", metavar="KEY", help="a key for /v1; may be repeated (or set OCTAVO_API_KEY)"
     )
 
+    serve.add_argument(
+        "--behind-proxy",
+        action="store_true",
+        default=None,
+        help="believe X-Forwarded-For of a proxy on this machine, so that wrong passwords count by who sent them",
+    )
+
     ask = commands.add_parser("ask", help="one answer on the terminal", description="Answer one question.")
     ask.add_argument("question", type=str, metavar="QUESTION")
     ask.add_argument(
@@ -357,5 +364,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_code
 
 
+def _end(number: int, frame: object) -> NoReturn:
+    """Ends as Ctrl+C does: what is open is closed, temporary files are deleted. A second one ends at once."""
+    signal.signal(number, signal.SIG_DFL)
+    raise SystemExit(128 + number)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _end)
     sys.exit(main())

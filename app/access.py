@@ -41,6 +41,10 @@ MAX_BODY = 64 << 20  # of a request that is no upload: ten times a prompt of 4 m
 _FREE_ATTEMPTS = 5  # wrong ones before there is a wait; it doubles from 1 s with each one more
 _LONGEST_WAIT_S = 60.0
 _REMEMBERED = 10_000  # addresses
+# Of one person's name from all addresses together, but for those where that person's password was right before.
+_FREE_TOGETHER = 20
+_PAUSE_TOGETHER_S = 5.0
+_FORGOTTEN_S = 3600.0
 _UPLOAD_ROOM = 1 << 20  # what a form adds to its file
 
 
@@ -92,30 +96,45 @@ def owner_of(request: Request) -> str:
 class Attempts:
     """Wrong passwords and keys by the address that they came from: after a few, each next one has to wait longer.
 
-    Whoever else asks is not held up: other addresses, and other people's names from the same one.
+    Whoever else asks is not held up: other addresses, and other people's names from the same one. Many addresses that
+    guess at one name share a short pause, which no address knows where that name's password was right before.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._failed: OrderedDict[tuple[str, str], tuple[int, float]] = OrderedDict()  # how many, and when the next may
+        self._together: dict[str, tuple[int, float]] = {}  # by name: how many, and when the last one was
+        self._right: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def wait(self, address: str, claimed: str) -> float:
         """Seconds until another attempt is looked at; 0 for none."""
-        _, until = self._failed.get((_network(address), claimed), (0, 0.0))
-        return max(0.0, until - self._clock())
+        place, now = (_network(address), claimed), self._clock()
+        _, until = self._failed.get(place, (0, 0.0))
+        number, last = self._together.get(claimed, (0, 0.0))
+        pause = last + _PAUSE_TOGETHER_S - now if number >= _FREE_TOGETHER and place not in self._right else 0.0
+        return max(0.0, until - now, pause)
 
     def failed(self, address: str, claimed: str) -> None:
         """An attempt was wrong."""
         place = (_network(address), claimed)
         number = self._failed.pop(place, (0, 0.0))[0] + 1
         pause = min(_LONGEST_WAIT_S, 2.0 ** (number - _FREE_ATTEMPTS)) if number >= _FREE_ATTEMPTS else 0.0
-        self._failed[place] = number, self._clock() + pause
+        now = self._clock()
+        self._failed[place] = number, now + pause
         while len(self._failed) > _REMEMBERED:
             self._failed.popitem(last=False)
+        if claimed.startswith("user "):  # one of somebody, else it is "nobody"
+            before, last = self._together.get(claimed, (0, now))
+            self._together[claimed] = (before + 1 if now - last < _FORGOTTEN_S else 1), now
 
     def succeeded(self, address: str, claimed: str) -> None:
         """An attempt was right: what was wrong before no longer counts."""
-        self._failed.pop((_network(address), claimed), None)
+        place = (_network(address), claimed)
+        self._failed.pop(place, None)
+        self._right[place] = None
+        self._right.move_to_end(place)
+        while len(self._right) > _REMEMBERED:
+            self._right.popitem(last=False)
 
 
 class Guard:
@@ -159,7 +178,7 @@ class Guard:
             return _refuse(421, "This server answers to localhost only.", api)
         origin = headers.get("origin")
         changes = scope["type"] == "websocket" or scope["method"] not in _READS
-        if changes and origin is not None and urlsplit(origin).netloc != host:
+        if changes and origin is not None and _host_of(origin) != host:
             return _refuse(403, "Pages of other sites may not send anything here.", api)
         if path != _OPEN:
             address, claimed = (scope.get("client") or ("", 0))[0], self._counted(headers)
@@ -204,6 +223,13 @@ def is_local(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _host_of(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
 
 
 def _network(address: str) -> str:

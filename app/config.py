@@ -48,7 +48,8 @@ class Settings:
     `context` are in tokens. `retrieval_ratio` counts only when there is a head pattern. In `mode` "endless" every head
     keeps the first `sink` and the last `recent` tokens, and the context never fills. `auth` holds "user:password",
     `api_key` keys of the API; the command line shows both to everyone on the machine, the environment does not. With
-    `engine` "openai" the server at `base_url` answers, to which `base_key` is sent; `model` is its name there.
+    `behind_proxy` a proxy on this machine tells who asks. With `engine` "openai" the server at `base_url` answers, to
+    which `base_key` is sent; `model` is its name there.
     """
 
     model: str | None = field(default_factory=lambda: os.environ.get("OCTAVO_MODEL") or None)
@@ -68,6 +69,7 @@ class Settings:
     port: int = 7860
     auth: tuple[str, ...] = field(default_factory=lambda: _secret("OCTAVO_AUTH"), repr=False)
     api_key: tuple[str, ...] = field(default_factory=lambda: _secret("OCTAVO_API_KEY"), repr=False)
+    behind_proxy: bool = False
     engine: EngineName = "own"
     base_url: str | None = None
     base_key: str = field(default_factory=lambda: os.environ.get("OPENAI_API_KEY", ""), repr=False)

@@ -12,7 +12,7 @@ import torch
 
 from app.calibration import WINDOW, sample_texts, sample_windows
 from models.checkpoint import Checkpoint
-from models.files import writing
+from models.files import read_json, writing
 from models.fingerprint import fingerprint
 from models.losses import measure_losses
 from quant.formats import LOSSES
@@ -30,13 +30,13 @@ def head_losses(
     shape = (config.num_layers, config.num_kv_heads)
     told = checkpoint.path / "config.json"
     if told.is_file():
-        section = json.loads(told.read_text(encoding="utf-8")).get("quantization_config") or {}
-        if (known := _table(section.get(LOSSES), shape)) is not None:
+        section = read_json(told).get("quantization_config")
+        if isinstance(section, dict) and (known := _table(section.get(LOSSES), shape)) is not None:
             return known
     kept = cache_dir / "kv-losses" / f"{fingerprint(checkpoint.path, cache_dir / 'weights.json')}.json"
     try:
         known = _table(json.loads(kept.read_text(encoding="utf-8")), shape)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         known = None
     if known is not None:
         return known

@@ -8,7 +8,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from models.files import writing
+from models.files import read_json, writing
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -21,7 +21,7 @@ def fingerprint(model: Path, memo: Path) -> str:
     """
     files = [model] if model.is_file() else [model / "config.json", *sorted(model.glob("*.safetensors"))]
     try:
-        known = json.loads(memo.read_text(encoding="utf-8"))
+        known = read_json(memo)
     except (OSError, ValueError):
         known = {}
     with ThreadPoolExecutor(4, "fingerprint") as workers:

@@ -16,7 +16,7 @@ from app.api.stream import chat_shape, respond, text_shape
 from app.chat import Selection
 from app.conversation import Message
 from app.engine.generation import Generation
-from app.errors import UsageError
+from app.errors import ContextTooLong, UsageError
 from app.service import ChatService
 
 MAX_WAITING = 64  # requests in line; more would wait for hours
@@ -69,6 +69,8 @@ def _bucket(owner: str, key: str) -> str:
 def _naming(param: str, ask: Callable[[], Generation]) -> Generation:
     try:
         return ask()
+    except ContextTooLong as error:  # OpenAI's own status and code: clients shorten the prompt on them
+        raise ApiError(str(error), param=param, code="context_length_exceeded") from error
     except UsageError as error:
         raise ApiError(str(error), param=param) from error
 

@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from app.errors import ContextTooLong, NotReady, OctavoError, describe
+from app.errors import NotReady, OctavoError, describe
 
 log = logging.getLogger("octavo.api")
 
@@ -33,8 +33,6 @@ def body_of(error: BaseException) -> tuple[dict[str, Any], int]:
     """The JSON body that tells an error, and its HTTP status."""
     message, status, _ = describe(error)
     param, code = (error.param, error.code) if isinstance(error, ApiError) else (None, None)
-    if isinstance(error, ContextTooLong):  # OpenAI's own status and code: clients shorten the prompt on them
-        status, param, code = 400, "messages", "context_length_exceeded"
     if status >= 500 and not isinstance(error, NotReady):
         log.error("A request failed", exc_info=error)
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")

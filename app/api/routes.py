@@ -14,16 +14,15 @@ from app.api.errors import ApiError, add_handlers
 from app.api.files import files_router
 from app.api.metrics import metrics_text
 from app.api.store import FileStore
+from app.library.library import YOUNG_S
 from app.service import ChatService
-
-_YOUNG_S = 600.0  # what is younger may be another program's that is not done with it
 
 
 def add_api(app: FastAPI, service: ChatService, folder: Path) -> None:
     """Put the API onto an app, ahead of the page that is mounted at its root; stored files lie in `folder`."""
     store = FileStore(folder)
     service.library.also_named = store.labels
-    store.tidy(time.time() - _YOUNG_S)
+    store.tidy(time.time() - YOUNG_S)
     add_handlers(app)
     app.include_router(_models_router(service))
     app.include_router(completions_router(service, store))

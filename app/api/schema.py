@@ -116,25 +116,31 @@ class ChatMessage(_Strict):
     content: Content
 
 
+# A true is no 1 here, nor a "1" a number.
+Whole = Annotated[int, Field(strict=True)]
+Number = Annotated[float, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+
+
 class StreamOptions(_Strict):
-    include_usage: bool = False
+    include_usage: Flag = False
 
 
 class _Generate(_Strict):
     """What both kinds of completion share."""
 
     model: str
-    stream: bool = False
+    stream: Flag = False
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    seed: Annotated[Whole, Field(ge=0, lt=2**63)] | None = None
     stop: Stop | None = None
     # Not OpenAI's, but known from other servers; the client sends them as extra_body.
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    top_k: Annotated[Whole, Field(ge=0, lt=2**31)] | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = None
     # Requests of one key share their place in the cache.
     prompt_cache_key: str | None = None
     user: str | None = None
@@ -168,7 +174,7 @@ class _Generate(_Strict):
 
 class ChatRequest(_Generate):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=10_000)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
 
     @property
     def longest(self) -> int | None:
@@ -179,7 +185,7 @@ class CompletionRequest(_Generate):
     """`prompt` is a text or token ids, or a list of one of them."""
 
     prompt: Any
-    max_tokens: Annotated[int, Field(ge=1)] | None = 16  # as OpenAI has it
+    max_tokens: Annotated[Whole, Field(ge=1)] | None = 16  # as OpenAI has it
 
     @property
     def text_or_ids(self) -> str | list[int]:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from app.api.errors import ApiError
@@ -135,7 +135,7 @@ class FileStore:
             sweep(self._folder)
             for path in names_in(self._folder, ".bin"):
                 with suppress(FileNotFoundError):
-                    if not path.with_suffix(".json").exists() and path.stat().st_mtime < before:
+                    if path.is_file() and not path.with_suffix(".json").exists() and path.stat().st_mtime < before:
                         path.unlink()
         except OSError as error:
             log.warning("The stored files could not be tidied: %s", error)
@@ -151,9 +151,11 @@ class FileStore:
     def _load(self, facts: Path) -> StoredFile | None:
         """None for one that is gone or damaged; raises OSError where the disk does not give it."""
         try:
-            return StoredFile(**read_json(facts))
+            file = StoredFile(**read_json(facts))
         except TypeError:
             return None
+        right = all(type(getattr(file, field.name)).__name__ == field.type for field in fields(StoredFile))
+        return file if right and file.id == facts.stem and _ID.fullmatch(file.id) else None
 
     def _facts(self, file_id: str) -> Path:
         return self._folder / f"{file_id}.json"

@@ -92,7 +92,10 @@ class Journal:
         self.rows: dict[str, dict[str, Any]] = {}
         head = json.loads(json.dumps(head))
         lines = file.read_text(encoding="utf-8").split("\n") if file.exists() else []
-        whole = [json.loads(line) for line in lines[:-1]]  # what follows the last newline was cut off
+        try:
+            whole = [dict(json.loads(line)) for line in lines[:-1]]  # what follows the last newline was cut off
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"{file} is damaged: {error}. Give another --out, or delete it.") from error
         if whole and whole[0] != head:
             differ = sorted(name for name in head | whole[0] if head.get(name) != whole[0].get(name))
             raise UsageError(f"{file} is of another evaluation: {', '.join(differ)} differ. Give another --out.")

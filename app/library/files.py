@@ -17,14 +17,14 @@ def write_whole(path: Path, data: bytes | str) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file; None when it is not there or damaged.
+    """The content of a JSON file; None when it is not there, damaged, or no file.
 
     Raises OSError where the disk does not give it: that must not pass for a file that is not there, since what is not
     there is written anew.
     """
     try:
         return parse_json(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         return None
 
 

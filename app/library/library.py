@@ -25,7 +25,7 @@ from models.files import sweep as sweep_parts
 log = logging.getLogger(__name__)
 
 _LABELLED = re.compile(rb'"label": "([0-9a-f]{32})"')  # as json.dumps writes it; quotes inside of names are escaped
-_YOUNG_S = 600.0  # what is younger may be another program's that is about to name it
+YOUNG_S = 600.0  # what is younger may be another program's that is about to name it
 
 
 @dataclass(frozen=True)
@@ -192,8 +192,8 @@ class Library:
         try:
             sweep_parts(self._whole)
             for owner in self._all():
-                owner.chats.tidy(time.time() - _YOUNG_S)
-            self.sweep(before=time.time() - _YOUNG_S)
+                owner.chats.tidy(time.time() - YOUNG_S)
+            self.sweep(before=time.time() - YOUNG_S)
         except OSError as error:
             log.warning("The library could not be tidied: %s", error)
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
 
 from app.access import Access, Guard, is_local
 from app.config import Settings
@@ -28,6 +30,9 @@ log = logging.getLogger("octavo.ui")
 # What the page and the API wait for beside the event loop is mostly waiting itself (for a file to be read, for the
 # engine); asyncio's own number, a few more than there are processors, would let a few slow files hold up everybody.
 _THREADS = 64
+
+
+_PROXIES = ["127.0.0.1", "::1"]  # whose word on who asks is believed, with --behind-proxy
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -79,11 +84,16 @@ def create_app(service: ChatService, settings: Settings) -> FastAPI:
 
     app = FastAPI(title="Octavo", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.add_route("/uploads", uploads.receive, methods=["PUT"])
+    app.add_route("/gradio_api/upload", _not_here, methods=["POST"])  # ahead of the page library's own, without limits
     app.add_route("/exports/{name}", Exports(service.library).send, methods=["GET"])
     add_api(app, service, settings.cache_dir / "files")
     access = Access(settings.auth, settings.api_key)
     app.add_middleware(Guard, local=is_local(settings.host), host=settings.host, access=access)
     return mount_page(app, service, loading, uploads)
+
+
+async def _not_here(_: Request) -> Response:
+    return PlainTextResponse("Files are added on the page, or with /v1/files.", 404)
 
 
 def serve(settings: Settings) -> None:
@@ -104,7 +114,14 @@ def serve(settings: Settings) -> None:
     try:
         app = create_app(service, settings)
         level = "info" if settings.debug else "warning"
-        config = uvicorn.Config(app, log_level=level, access_log=settings.debug, timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            app,
+            log_level=level,
+            access_log=settings.debug,
+            timeout_graceful_shutdown=1,
+            proxy_headers=settings.behind_proxy,
+            forwarded_allow_ips=_PROXIES,
+        )
         host, port = sock.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         print(f"Octavo is at http://{shown}:{port} - press Ctrl+C to stop.", flush=True)

@@ -71,7 +71,8 @@ class Uploads:
             return JSONResponse({"error": f"{name}: {error.detail}"}, error.status_code, {"Connection": "close"})
         except (ClientDisconnect, OSError) as error:
             _delete(path)
-            return JSONResponse({"error": f"{name} could not be stored: {error or 'the upload broke off'}."}, 507)
+            why = getattr(error, "strerror", None)  # without the path, which is nobody's but this program's
+            return JSONResponse({"error": f"{name} could not be stored: {why or 'the upload broke off'}."}, 507)
         self._waiting[upload_id] = Upload(path, name, time.monotonic())
         return JSONResponse({"id": upload_id})
 

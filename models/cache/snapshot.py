@@ -115,7 +115,7 @@ def read_footer(path: Path) -> Snapshot:
     if zlib.crc32(footer) != crc:
         raise BadSnapshot(f"The footer of {path.name} is damaged.")
     values: dict[str, Any] = json.loads(footer)
-    if set(values) != {field.name for field in fields(Snapshot)}:
+    if not isinstance(values, dict) or set(values) != {field.name for field in fields(Snapshot)}:
         raise BadSnapshot(f"{path.name} is of another version.")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     snapshot = Snapshot(**values)

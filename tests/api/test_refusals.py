@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,6 +16,7 @@ import openai
 import pytest
 
 from app.access import Access
+from app.api.store import FileStore
 from app.documents import Limits
 from app.service import ChatService
 from tests.api.conftest import Start
@@ -187,13 +189,47 @@ def test_keys_and_passwords(start: Start) -> None:
 def test_pages_of_other_sites_may_not_ask(start: Start) -> None:
     url = start()
     body = {"model": MODEL, "prompt": "x"}
-    for origin in ("https://evil.example", "null", "http://127.0.0.1:1"):
+    for origin in ("https://evil.example", "null", "http://127.0.0.1:1", "http://["):
         assert httpx.post(f"{url}/v1/completions", json=body, headers={"origin": origin}).status_code == 403
         files = {"file": ("a.txt", b"text")}
         sent = httpx.post(f"{url}/v1/files", files=files, data={"purpose": "user_data"}, headers={"origin": origin})
         assert sent.status_code == 403
     assert httpx.post(f"{url}/v1/completions", json=body, headers={"origin": url}).status_code == 200
     assert httpx.get(f"{url}/v1/models", headers={"host": "evil.example"}).status_code == 421
+
+
+def test_numbers_are_numbers_and_what_is_too_long_is_named(start: Start) -> None:
+    url = start()
+    body = {"model": MODEL, "prompt": "x"}
+    names = "max_tokens temperature top_p seed top_k min_p repetition_penalty".split()
+    for name, value in [(name, value) for name in names for value in (True, "1")] + [("stream", 1), ("stream", "yes")]:
+        answer = httpx.post(f"{url}/v1/completions", json=body | {name: value})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+    for path, param, asked in (
+        ("completions", "prompt", {"prompt": "word " * 100_000}),
+        ("chat/completions", "messages", {"messages": ask("word " * 100_000)}),
+    ):
+        error = httpx.post(f"{url}/v1/{path}", json={"model": MODEL} | asked).json()["error"]
+        assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+
+
+def test_an_odd_entry_in_the_store_is_left_alone(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    source = tmp_path / "a.txt"
+    source.write_text("Some text.")
+    kept = store.add(source, "a.txt", "user_data", "me")
+    good = json.loads((tmp_path / f"{kept.id}.json").read_text())
+    for at, odd in enumerate(({"bytes": "many"}, {"created_at": True}, {"id": 3}, {"owner": None}, {"label": []})):
+        file_id = f"file-{at:024x}"
+        (tmp_path / f"{file_id}.json").write_text(json.dumps(good | {"id": file_id} | odd))
+    for at, odd in enumerate(("[]", "null", '"text"', "{", "[" * 100_000)):
+        (tmp_path / f"file-{at + 50:024x}.json").write_text(odd)
+    (tmp_path / f"file-{99:024x}.json").mkdir()
+    (tmp_path / f"file-{98:024x}.bin").mkdir()
+    store.tidy(time.time() + 10)
+    assert [file.id for file in store.files("me")] == [kept.id]
+    assert store.labels() == {kept.label}
+    store.add(source, "b.txt", "user_data", "me")
 
 
 def test_bodies_have_a_limit(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

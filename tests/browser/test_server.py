@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from fastapi import FastAPI
@@ -78,6 +86,80 @@ def test_from_elsewhere_a_key_opens_the_api_and_a_password_everything() -> None:
 
 def _guessing(address: str, app: Any) -> TestClient:
     return _client(app, client=(address, 1))
+
+
+def test_many_addresses_cannot_guess_one_name_nor_lock_its_person_out() -> None:
+    now = [1000.0]
+    app = FastAPI()
+    app.add_api_route("/", lambda: "page")
+    guarded = Guard(app, local=True, host="127.0.0.1", access=Access(["ann:right", "bob:right"]))
+    guarded.attempts = Attempts(lambda: now[0])
+    assert _guessing("10.0.0.1", guarded).get("/", auth=("ann", "right")).status_code == 200
+    answers = [_guessing(f"10.1.0.{at}", guarded).get("/", auth=("ann", f"wrong {at}")).status_code for at in range(25)]
+    assert answers == [401] * 20 + [429] * 5
+    assert _guessing("10.0.0.1", guarded).get("/", auth=("ann", "right")).status_code == 200  # known here
+    assert _guessing("10.1.0.1", guarded).get("/", auth=("bob", "right")).status_code == 200
+    elsewhere = _guessing("10.2.0.1", guarded)
+    held = elsewhere.get("/", auth=("ann", "right"))
+    assert (held.status_code, held.headers["retry-after"]) == (429, "5")
+    now[0] += 5
+    assert elsewhere.get("/", auth=("ann", "right")).status_code == 200
+    now[0] += 4000
+    assert _guessing("10.3.0.1", guarded).get("/", auth=("ann", "wrong")).status_code == 401  # forgotten by now
+    assert _guessing("10.3.0.2", guarded).get("/", auth=("ann", "wrong")).status_code == 401
+
+
+@pytest.mark.parametrize("behind_proxy", [False, True])
+def test_a_header_says_who_asks_only_behind_a_proxy(tmp_path: Path, behind_proxy: bool) -> None:
+    """The server as it is started: uvicorn would believe the header of whoever asks from this machine."""
+    port, flags = _free_port(), ["--behind-proxy"] if behind_proxy else []
+    with _server(tmp_path, port, "--auth", "ann:right-one", *flags) as (url, _):
+        codes = [
+            httpx.get(url, auth=("ann", f"wrong {at}"), headers={"x-forwarded-for": f"10.0.0.{at}"}).status_code
+            for at in range(8)
+        ]
+    assert codes == ([401] * 8 if behind_proxy else [401] * 5 + [429] * 3)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_server_and_leaves_nothing(tmp_path: Path, sent: signal.Signals) -> None:
+    with _server(tmp_path, _free_port()) as (url, running):
+        assert httpx.get(url).status_code == 200
+        assert list(tmp_path.glob("octavo-*"))
+        before = time.monotonic()
+        running.send_signal(sent)
+        assert running.wait(30) in (0, 128 + sent)
+        print(f"ended in {time.monotonic() - before:.1f} s")
+    assert not list(tmp_path.glob("octavo-*"))
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@contextmanager
+def _server(tmp_path: Path, port: int, *flags: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """`./launch.sh serve` over a server that is not there, with its temporary files under `tmp_path`."""
+    command = [sys.executable, "-m", "app", "--port", str(port), "--engine", "openai", *flags]
+    env = {**os.environ, "TMPDIR": str(tmp_path), "OCTAVO_CACHE": str(tmp_path / "cache")}
+    running = subprocess.Popen([*command, "--base-url", "http://127.0.0.1:9/v1"], env=env)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                httpx.get(f"{url}/health", timeout=30)
+                break
+            except httpx.TransportError:
+                assert running.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        yield url, running
+    finally:
+        running.kill()
+        running.wait()
 
 
 def test_guessing_takes_longer_and_longer_and_holds_up_nobody_else() -> None:

@@ -303,6 +303,9 @@ def test_fingerprint_follows_the_content(tmp_path):
     model.write_bytes(b"weights")
     first = fingerprint(model, memo)
     assert fingerprint(model, memo) == first
+    for odd in ("[]", "null", '"text"', "[" * 100_000, "{"):
+        memo.write_text(odd)
+        assert fingerprint(model, memo) == first
     model.write_bytes(b"Weights and more")
     assert fingerprint(model, memo) != first
     memo.write_text("{")
