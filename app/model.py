@@ -37,6 +37,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = "config.json generation_config.json *.safetensors model.safetensors.index.json".split()
 _HUB_FILES += "tokenizer.json tokenizer_config.json chat_template.jinja".split()
 _HUB_EXCLUDED = ["*/*", "consolidated*"]  # the weights once more in another layout
+_HUB_PATIENCE_S = 5.0
 _HUB_LEAST_BYTES = 11 << 30  # the 8B model at 8 bits, its embedding and head at 16, and a context worth having
 _SMALL = (
     "A small model answers here (135 million parameters): it finds facts in a text, and is often wrong otherwise. With"
@@ -258,7 +259,9 @@ def _from_hub(hub_id: str) -> Path:
     return Path(
         _fetch(
             hub_id,
-            lambda: snapshot_download(hub_id, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_EXCLUDED),
+            lambda local: snapshot_download(
+                hub_id, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_EXCLUDED, local_files_only=local
+            ),
         )
     )
 
@@ -268,14 +271,26 @@ def _config_from_hub(hub_id: str) -> Path:
         raise UsageError(f"--model {hub_id}: there is no such file or directory, and it is no hub id (owner/name).")
     from huggingface_hub import hf_hub_download
 
-    return Path(_fetch(hub_id, lambda: hf_hub_download(hub_id, "config.json")))
+    return Path(_fetch(hub_id, lambda local: hf_hub_download(hub_id, "config.json", local_files_only=local)))
 
 
-def _fetch(hub_id: str, download: Callable[[], str]) -> str:
+def _hub_answers() -> bool:
+    """Whether the hub can be reached: asked once, where its client tries each file for half a minute."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_HUB_PATIENCE_S)
+    except Exception:  # its client's errors have no common base
+        return False
+    return True
+
+
+def _fetch(hub_id: str, download: Callable[[bool], str]) -> str:
+    """What `download` gives, which is told whether only files on this machine are to be taken."""
     from huggingface_hub import constants, errors
 
     try:
-        return download()
+        return download(not _hub_answers())
     except errors.GatedRepoError as error:
         raise OctavoError(
             f"{hub_id} asks for its licence to be accepted on its page; then log in with `hf auth login`."

@@ -58,6 +58,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(app.model, "_hub_answers", lambda: True)
     return asked
 
 
@@ -67,6 +68,7 @@ def no_hub(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    monkeypatch.setattr(app.model, "_hub_answers", lambda: True)
 
 
 def test_files_and_directories_are_taken_as_they_are(tmp_path: Path, hub: list[str]) -> None:
@@ -103,6 +105,22 @@ def test_a_hub_that_gives_nothing_is_told_clearly(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(OctavoError, match=says) as caught:
         find_model(Settings(model="owner/name"))
     assert "owner/name" in str(caught.value)
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[object] = []
+
+    class Session:
+        def head(self, url: str, timeout: float) -> None:
+            asked.append(timeout)
+            raise ConnectionError
+
+    monkeypatch.setattr(huggingface_hub, "get_session", Session)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    for ask in (find_model, lambda settings: plan_context(settings, 1000)):
+        with pytest.raises(OctavoError, match="not on this machine, and the hub cannot be reached"):
+            ask(Settings(model="nobody/nothing"))
+    assert asked == [5.0, 5.0]
 
 
 def test_without_model_the_hardware_decides(monkeypatch: pytest.MonkeyPatch, hub: list[str]) -> None:
