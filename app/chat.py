@@ -90,6 +90,7 @@ class Turn:
     at: float = field(default_factory=time.time)
     passages: tuple[Passage, ...] = ()  # what the answer rests on, the strongest first
     quotes: tuple[Quote, ...] = ()
+    model: str = ""  # that answered
 
 
 @dataclass(eq=False)

@@ -3,7 +3,6 @@ memory that other settings of the cache take."""
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from models.config import ModelConfig
 from models.heads import HeadPattern
 from quant.w8a8 import dense_dtype, int8_head
 
-_STEPS = 20  # of the curve
 _MARK = "#2d6a5a"
 
 
@@ -101,17 +99,6 @@ class Heads:
         plan = plan_memory(self.config, shape, settings.weights, context, chunk, self.device, settings.embedding)
         return replace(cost, token_bytes=plan.bytes_per_token, total_bytes=plan.total_bytes)
 
-    def picture(self, context: int) -> bytes:
-        """A PNG, see `draw`; there must be a pattern."""
-        assert self.pattern is not None
-        costs = [
-            ratio_cost(self.config, self.pattern, self.settings, i / _STEPS, context, self.device)
-            for i in range(_STEPS + 1)
-        ]
-        ratio, file = self.settings.retrieval_ratio, io.BytesIO()
-        draw(self.pattern, self.pattern.retrieval_mask(ratio), costs, ratio, file)
-        return file.getvalue()
-
 
 def ratio_cost(
     config: ModelConfig,
@@ -158,7 +145,7 @@ def draw(pattern: HeadPattern, mask: NDArray[np.bool_], costs: list[RatioCost], 
     table, curve = figure.subplots(1, 2, width_ratios=[1.2 + 0.35 * heads, 5])
     image = table.imshow(pattern.scores, cmap="Greys", vmin=min(0.0, pattern.scores.min()), aspect="auto")
     rows, columns = np.nonzero(mask)
-    table.scatter(columns, rows, marker="s", s=16, color=_MARK)
+    table.scatter(columns, rows, marker="s", s=22, color="#4fd1a5", edgecolors="white", linewidths=0.6)
     title = f"{int(mask.sum())} of {mask.size} heads (green)\nkeep everything"
     table.set(xlabel="KV head", ylabel="layer, from the input on", title=title)
     table.title.set_fontsize(10)
@@ -183,6 +170,6 @@ def draw(pattern: HeadPattern, mask: NDArray[np.bool_], costs: list[RatioCost], 
         fontsize=10,
     )
     curve.grid(alpha=0.3)
-    curve.legend(loc="lower right", fontsize=9)
+    curve.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), fontsize=9, frameon=False)
     curve.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=120, format="png")

@@ -40,8 +40,8 @@ _HUB_EXCLUDED = ["*/*", "consolidated*"]  # the weights once more in another lay
 _HUB_PATIENCE_S = 5.0
 _HUB_LEAST_BYTES = 11 << 30  # the 8B model at 8 bits, its embedding and head at 16, and a context worth having
 _SMALL = (
-    "A small model answers here (135 million parameters): it finds facts in a text, and is often wrong otherwise. With"
-    " an NVIDIA GPU of 12 GB or more one of 8 billion answers; --model chooses any other."
+    "A small model of 135 million parameters answers here: it finds facts, and is often wrong otherwise. With an NVIDIA"
+    " GPU of 12 GB or more one of 8 billion does; --model takes any other."
 )
 _PATTERNS = Path(__file__).parents[1] / "models" / "patterns"
 PATTERN_FOLDER = "pattern"  # inside a checkpoint of our own

@@ -6,6 +6,7 @@ import threading
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+_FORGET = 0.05  # what stays of older chunks when one took less than half of what they foretold
 _COUNTING = threading.Lock()  # requests end in the worker, and in whatever thread cancels one that waits
 
 
@@ -52,7 +53,9 @@ class CostModel:
         # price. And by depth: what is left is deeper still, and the first chunks cost less than the curve of the rest.
         y, t = float(end + start), seconds / (end - start)
         weight = y * (end - start) ** 2
-        keep = self._fade
+        expected = self.seconds(start, end)
+        # No machine is faster than it can be: what was slower before was other load, and says nothing any more.
+        keep = _FORGET if expected is not None and seconds < expected / 2 else self._fade
         self._xx = keep * self._xx + weight
         self._xy = keep * self._xy + weight * y
         self._yy = keep * self._yy + weight * y * y

@@ -240,7 +240,7 @@ def _plain(turn: Turn, place: Callable[[tuple[int, ...]], list[int]]) -> dict[st
         {"document": s.label, "name": s.document.name, "first_page": s.first_page, "last_page": s.last_page}
         for s in turn.sources
     ]
-    names = ("id", "parent", "question", "answer", "finish_reason", "answered", "error", "at")
+    names = ("id", "parent", "question", "answer", "finish_reason", "answered", "error", "at", "model")
     said = {name: getattr(turn, name) for name in names}
     said |= {"passages": [asdict(p) for p in turn.passages], "quotes": [asdict(q) for q in turn.quotes]}
     return said | {"sources": sources, "prompt": place(turn.prompt_ids), "ids": place(turn.answer_ids)}
@@ -274,11 +274,23 @@ def _turn(entry: dict[str, Any], documents: dict[str, Document | None], ids: byt
         entry["at"],
         tuple(Passage(**passage) for passage in entry["passages"]),
         tuple(Quote(**quote) for quote in entry["quotes"]),
+        entry.get("model", ""),
     )
 
 
 def _pages(first: int, last: int) -> str:
     return f"page {first}" if first == last else f"pages {first} to {last}"
+
+
+def _time(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _where(place: dict[str, Any]) -> str:
+    """The file and line of a passage or quote as it is saved."""
+    if not place["name"]:
+        return "not in the documents"
+    return place["name"] + (f", line {place['line']}" if place.get("line") else "")
 
 
 def _markdown(plain: dict[str, Any]) -> str:
@@ -287,7 +299,7 @@ def _markdown(plain: dict[str, Any]) -> str:
     while at is not None:
         path.append(turns[at])
         at = turns[at]["parent"]
-    parts = [f"# {plain['title']}", datetime.fromtimestamp(plain["created"], UTC).strftime("%Y-%m-%d")]
+    parts = [f"# {plain['title']}", _time(plain["created"])]
     for turn in reversed(path):
         parts.append("## " + " ".join(turn["question"].split()))
         if "\n" in turn["question"].strip():
@@ -296,5 +308,14 @@ def _markdown(plain: dict[str, Any]) -> str:
             f"*Document: {source['name']}, {_pages(source['first_page'], source['last_page'])}*"
             for source in turn["sources"]
         ]
-        parts.append(turn["answer"].strip() or f"*{turn['error'] or 'No answer.'}*")
+        parts.append(f"*{_time(turn['at'])}{', answered by ' + turn['model'] if turn.get('model') else ''}*")
+        parts += filter(None, (turn["answer"].strip(), f"*{turn['error']}*" if turn["error"] else ""))
+        if not turn["answer"].strip() and not turn["error"]:
+            parts.append("*No answer.*")
+        places = [f"- {_where(p)} ({p['strength']:.0%}): {' '.join(p['excerpt'].split())}" for p in turn["passages"]]
+        if places:
+            parts.append("Passages that it looked at most:\n\n" + "\n".join(places))
+        quoted = [f"- \u201c{' '.join(q['text'].split())}\u201d: {_where(q)}" for q in turn["quotes"]]
+        if quoted:
+            parts.append("Quotes:\n\n" + "\n".join(quoted))
     return "\n\n".join(parts) + "\n"

@@ -40,6 +40,7 @@ class Answer:
         self._turn = turn
         self._sampling = sampling
         self._resumed = resumed
+        self._model = turn.model
         self.phase: Phase = "starting"
         self.place = 0
         self.opening: Opening | None = None
@@ -111,6 +112,7 @@ class Answer:
             if self._stop.is_set():
                 return
             self._enter("starting")
+            self._model = str(service.status()["model"])
             if self._resumed:
                 generation = service.resume(chat, self.turn_id, self._sampling)
             else:
@@ -136,11 +138,12 @@ class Answer:
                     self.version += 1
 
     def _note_end(self, chat: Chat) -> None:
-        """What the chat says of a turn that ended without a word."""
-        turn = chat.tree[self.turn_id]
+        """What the chat says of a turn that has ended: which model answered, and why where there is not a word."""
+        turn = chat.update(self.turn_id, model=self._model)
         if self.error is not None:
+            said = {} if turn.answered or not self.text else {"answer": self.text}  # what came of it stays to be read
             reason = turn.finish_reason if turn.answered else "failed"
-            chat.update(turn.id, finish_reason=reason, error=describe(self.error)[0])
+            chat.update(turn.id, finish_reason=reason, error=describe(self.error)[0], **said)
         elif not turn.answered:
             chat.update(turn.id, finish_reason="cancelled")
 

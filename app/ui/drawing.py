@@ -22,6 +22,9 @@ UPDATE_S = 0.1
 CHARS_FOR_DOUBLE_TIME = 8_000
 COUNTDOWN_S = 0.5
 STATUS_S = 1.0
+# A page hears from its server at least every so often; after this silence it looks whether the connection is dead.
+PULSE_S = 5.0
+QUIET_S = 30.0
 
 
 @dataclass
@@ -34,6 +37,7 @@ class Seen:
     version: int = -1
     strip_at: float = 0.0
     status_at: float = 0.0
+    pulse_at: float = 0.0
     piece: int = 0
 
 
@@ -67,7 +71,10 @@ class Drawing:
                 if now - seen.status_at > STATUS_S:
                     seen.status_at = now
                     changes[parts.status] = self.status(session)
-        elif not self.service.ready:
+        if now - seen.pulse_at > PULSE_S:
+            seen.pulse_at = now
+            changes |= {parts.pulse: f"{now:.1f}", parts.session: session}  # which the library forgets otherwise
+        if conversation.running is None and not self.service.ready:
             before, seen.loading = seen.loading, (self.loading.stage, self.loading.share)
             if seen.loading != before:
                 changes[parts.strip] = await self.plan_strip(session)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -20,7 +22,9 @@ class Exports:
         """The file, or 404 also for a chat that belongs to another browser."""
         chat_id, _, kind = request.path_params["name"].rpartition(".")
         secret = request.headers.get("x-octavo-browser", "")
-        text = self._library.owner(secret).chats.export(chat_id, kind) if secret and kind in _TYPES else None
+        text = None
+        if secret and kind in _TYPES:
+            text = await asyncio.to_thread(self._library.owner(secret).chats.export, chat_id, kind)
         if text is None:
             return JSONResponse({"error": "This browser has no such chat."}, 404)
         return Response(text, media_type=f"{_TYPES[kind]}; charset=utf-8", headers={"Cache-Control": "no-store"})

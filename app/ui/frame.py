@@ -29,7 +29,7 @@ _HEADER = """
   </button>
   <div class="oc-brand">Octavo</div>
 </div>
-<nav aria-label="Page" data-max-bytes="MAX_BYTES">
+<nav aria-label="Page" data-max-bytes="MAX_BYTES" data-quiet-s="QUIET_S">
   <button type="button" class="oc-quiet" data-do="fresh">New chat</button>
   <button type="button" class="oc-quiet oc-icon" data-do="theme" aria-label="Switch between light and dark">
     <svg viewBox="0 0 20 20" aria-hidden="true"><circle cx="10" cy="10" r="7" fill="none" stroke="currentColor"
@@ -37,6 +37,11 @@ _HEADER = """
   </button>
 </nav>
 """
+
+CROSS = (
+    '<svg viewBox="0 0 20 20" aria-hidden="true"><path d="M5 5l10 10M15 5L5 15" stroke="currentColor"'
+    ' stroke-width="1.6" stroke-linecap="round"/></svg>'
+)
 
 ADD = """
 <button type="button" class="oc-quiet oc-icon" data-do="add" aria-label="Add documents" title="Add documents">
@@ -46,9 +51,9 @@ ADD = """
 """
 
 
-def header(max_bytes: int) -> str:
-    """Name and buttons of the page; its script reads the size limit of one file there."""
-    return _HEADER.replace("MAX_BYTES", str(max_bytes))
+def header(max_bytes: int, quiet_s: float) -> str:
+    """Name and buttons of the page; its script reads there how large a file may be, and how long silence may last."""
+    return _HEADER.replace("MAX_BYTES", str(max_bytes)).replace("QUIET_S", f"{quiet_s:g}")
 
 
 def welcome(note: str = "", own: bool = True) -> str:

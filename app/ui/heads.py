@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from html import escape
@@ -15,9 +14,12 @@ from app.config import Kv, Settings
 from app.errors import OctavoError, UsageError, describe
 from app.head_costs import Heads
 from app.service import ChatService
+from app.ui import strip
+from app.ui.heads_map import heads_map
 from app.ui.selftest import self_test_form
 
 _POLL_S = 0.2
+_USE = "Use these settings"
 _NOT_OURS = "<p>How the other server's model keeps its context is not told; this needs Octavo's own engine.</p>"
 _LOADING = "<p>The model is still loading.</p>"
 _KV = {"kv4": "4 bits", "kv8": "8 bits", "bf16": "16 bits"}
@@ -58,10 +60,10 @@ def heads_panel(service: ChatService, session: gr.State, changed: Sequence[gr.HT
             )
             chunk = gr.Number(label="Tokens read at a time", precision=0, minimum=1, visible=False)
         preview = gr.HTML("", elem_id="oc-costs", apply_default_css=False)
-        use = gr.Button("Use these settings", size="sm", elem_id="oc-use", interactive=False, visible=False)
+        use = gr.Button(_USE, size="sm", elem_id="oc-use", interactive=False, visible=False)
         note = gr.HTML("", elem_id="oc-use-note", apply_default_css=False)
-        self_test_form(service, session, [*changed, panel])
         picture = gr.HTML("", elem_id="oc-heads-picture", apply_default_css=False)
+        self_test_form(service, session, [*changed, panel])
     fields = dict(zip(_FIELDS, (ratio, kv, sink, recent, chunk), strict=True))
 
     def opened() -> dict[Any, Any]:
@@ -81,9 +83,9 @@ def heads_panel(service: ChatService, session: gr.State, changed: Sequence[gr.HT
             about: _WHAT,
             row: gr.Row(visible=True),
             preview: comparison(heads, now, _context(service), chunk_now),
-            use: gr.Button(visible=True, interactive=False),
+            use: gr.Button(_USE, visible=True, interactive=False),
             note: "",
-            picture: _picture(heads, _context(service)),
+            picture: heads_map(heads),
         }
 
     def previewed(*values: Any) -> dict[Any, Any]:
@@ -101,18 +103,24 @@ def heads_panel(service: ChatService, session: gr.State, changed: Sequence[gr.HT
 
     async def used(*values: Any) -> AsyncIterator[dict[Any, Any]]:
         stage: list[tuple[str, float]] = [("", 0.0)]
-        yield {use: gr.Button(interactive=False), note: "<p>Waiting …</p>"}
+        yield {
+            use: gr.Button("Opening the model anew", interactive=False),
+            note: strip.strip("busy", "Waiting", share=-1),
+        }
         try:
             if (heads := service.heads) is None:
                 raise UsageError("The model is still loading.")
             chosen = _chosen(service, heads, values)
+            wanted = replace(heads.settings, **chosen)
+            chunk_now = int(service.status()["settings"]["chunk"])
+            yield {preview: comparison(heads, wanted, _context(service), chunk_now, "Next")}
             work = asyncio.create_task(
                 asyncio.to_thread(service.change, chosen, lambda *now: stage.__setitem__(0, now))
             )
             shown = ""
             while not work.done():
                 said, share = stage[0]
-                text = f"<p>{escape(said)} … {f'{share:.0%}' if share else ''}</p>"
+                text = strip.strip("busy", escape(said), f"{share:.0%}" if share else "", share or -1)
                 if text != shown:
                     shown = text
                     yield {note: text}
@@ -123,7 +131,7 @@ def heads_panel(service: ChatService, session: gr.State, changed: Sequence[gr.HT
             said = f'<p class="oc-lost">{escape(describe(error)[0])}{kept}</p>'
         else:
             said = '<p class="oc-found">These settings are in force now.</p>'
-        yield await asyncio.to_thread(opened) | {note: said}  # the picture takes a moment, in which others ask
+        yield await asyncio.to_thread(opened) | {note: said}
 
     quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_limit": None}
     everything = [about, row, *fields.values(), preview, use, note, picture]
@@ -157,19 +165,11 @@ def _chosen(service: ChatService, heads: Heads, values: Sequence[Any]) -> dict[s
     return chosen
 
 
-def comparison(heads: Heads, chosen: Settings, context: int, chunk: int) -> str:
-    """A table of what the settings in force take, and of what the chosen ones would where they are others."""
+def comparison(heads: Heads, chosen: Settings, context: int, chunk: int, then: str = "As chosen") -> str:
+    """A table of what the settings in force take, and under `then` of what the chosen ones do where they are others."""
     same = chosen == heads.settings
     rows = "".join(
-        f"<tr><td>{escape(what)}</td><td>{now}</td>{'' if same else f'<td>{then}</td>'}</tr>"
-        for what, now, then in heads.compare(chosen, context, chunk)
+        f"<tr><td>{escape(what)}</td><td>{now}</td>{'' if same else f'<td>{after}</td>'}</tr>"
+        for what, now, after in heads.compare(chosen, context, chunk)
     )
-    return f"<table><tr><th></th><th>In force</th>{'' if same else '<th>As chosen</th>'}</tr>{rows}</table>"
-
-
-def _picture(heads: Heads, context: int) -> str:
-    if heads.pattern is None:
-        endless = heads.settings.mode == "endless"
-        return "" if endless else "<p>This model has no head pattern: every head keeps everything.</p>"
-    png = base64.b64encode(heads.picture(context)).decode()
-    return f'<img alt="Scores of all heads, and what each ratio costs" src="data:image/png;base64,{png}">'
+    return f"<table><tr><th></th><th>In force</th>{'' if same else f'<th>{then}</th>'}</tr>{rows}</table>"

@@ -9,7 +9,7 @@ import gradio as gr
 from fastapi import FastAPI
 
 from app.service import ChatService
-from app.ui import frame, sidebar, status, strip
+from app.ui import drawing, frame, sidebar, status, strip
 from app.ui.handlers import Handlers
 from app.ui.heads import heads_panel
 from app.ui.parts import IDLE, Parts
@@ -28,9 +28,9 @@ _FORMULAS: list[dict[str, str | bool]] = [
 def build_page(service: ChatService, loading: Loading, uploads: Uploads) -> gr.Blocks:
     """The Gradio page over a service."""
     with gr.Blocks(title="Octavo", analytics_enabled=False, fill_height=True) as page:
-        tab, browser, arrival = (gr.Textbox(visible=False) for _ in range(3))
+        tab, browser, arrival, pulse = (gr.Textbox(visible=False) for _ in range(4))
         header = gr.HTML(
-            frame.header(uploads.max_bytes),
+            frame.header(uploads.max_bytes, drawing.QUIET_S),
             elem_id="oc-header",
             apply_default_css=False,
             js_on_load="\n".join((_HERE / part).read_text(encoding="utf-8") for part in ("page.js", "turns.js")),
@@ -76,7 +76,7 @@ def build_page(service: ChatService, loading: Loading, uploads: Uploads) -> gr.B
         session = gr.State()
         with dock:
             heads_panel(service, session, [shelf, turns])
-        shown = (welcome, chat, turns, line, shelf, question, foot, chats, library, source, options)
+        shown = (welcome, chat, turns, line, shelf, question, foot, chats, library, source, options, pulse)
         parts = Parts(session, tab, browser, *shown)
         _connect(page, header, arrival, Handlers(service, loading, uploads, parts), parts)
     return page.queue(default_concurrency_limit=None, api_open=False)
@@ -99,6 +99,7 @@ def _connect(page: gr.Blocks, header: gr.HTML, arrival: gr.Textbox, handlers: Ha
     page.load(handlers.opened, [parts.tab, parts.browser, arrival], js=known, **on())
     parts.tab.change(None, [parts.tab], None, js="token => { sessionStorage.setItem('octavo', token); }")
     parts.browser.change(None, [parts.browser], None, js="key => { localStorage.setItem('octavo-browser', key); }")
+    parts.pulse.change(None, [parts.pulse], None, js="() => { window.octavoPulse = Date.now(); }")
     page.unload(handlers.left)
     parts.question.submit(handlers.asked, [session, parts.question], **on(trigger_mode="multiple"))
     parts.question.stop(handlers.stopped, [session], **on(queue=False, trigger_mode="multiple"))

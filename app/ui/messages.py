@@ -135,7 +135,7 @@ def _answer_text(turn: Turn, live: Answer | None) -> list[str]:
 @lru_cache(maxsize=1024)
 def _settled(answer: str) -> tuple[str, ...]:
     """Answers that are whole: a long chat is drawn ten times a second while its newest answer is written."""
-    return tuple(Pieces().of(answer))
+    return tuple(Pieces().of(answer, growing=False))
 
 
 def _note(turn: Turn) -> tuple[str, str] | None:

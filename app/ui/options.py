@@ -69,7 +69,7 @@ def form(chat: Chat) -> str:
         f"<details><summary>Every number</summary>{numbers}</details>"
         '<div class="oc-form-end"><button type="button" class="oc-quiet" popovertarget="oc-options"'
         ' popovertargetaction="hide">Cancel</button>'
-        '<button type="submit" class="oc-primary">Keep</button></div></form></div>'
+        '<button type="submit" class="oc-primary">Save</button></div></form></div>'
     )
 
 

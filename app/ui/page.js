@@ -274,7 +274,8 @@ async function save(item, kind) {
   }
   const link = document.createElement("a");
   link.href = URL.createObjectURL(await answer.blob());
-  link.download = `${item.querySelector(".oc-open span").textContent.replace(/[^\p{L}\p{N} .-]/gu, "_")}.${kind}`;
+  const title = item.querySelector(".oc-open span").textContent.replace(/[^\p{L}\p{N} .-]+/gu, " ").trim();
+  link.download = `${title || "chat"}.${kind}`;
   link.click();
   URL.revokeObjectURL(link.href);
 }
@@ -307,6 +308,10 @@ addEventListener(
   (event) => {
     if (event.isComposing) event.stopPropagation(); // Enter ends a composed word, it does not send
     else if (event.key === "Escape") {
+      const read = find("#oc-source:popover-open"); // stands beside the page, which is used on meanwhile
+      if (read && !find(":popover-open:not(#oc-source)")) return read.hidePopover();
+      const heads = find("#oc-heads > .label-wrap.open");
+      if (heads && !find(":popover-open")) return heads.click();
       // A panel that is open, or a title that is edited, takes the key for itself.
       if (find(":popover-open") || event.target.matches?.(".oc-item input")) return;
       if (document.body.dataset.side === "over") side(false);
@@ -316,3 +321,32 @@ addEventListener(
   },
   true,
 );
+
+// ---- a connection that is lost. What was heard last says whether it lives: the library notices when a connection is cut
+// and loads the page again when the server is back; a dead one that nobody cut is noticed here. The server goes on, so all
+// that could be lost is what is being typed.
+const DRAFT = "octavo-draft";
+let leaving = false;
+addEventListener("beforeunload", () => {
+  leaving = true;
+  sessionStorage.setItem(DRAFT, box()?.value || "");
+});
+// The library tells of each connection that ends with its page as of an error, before anyone else knows that it ends.
+const complain = console.error;
+console.error = (...said) => setTimeout(() => leaving || complain(...said), 0);
+const restoring = setInterval(() => {
+  if (!box()) return;
+  clearInterval(restoring);
+  const kept = sessionStorage.getItem(DRAFT);
+  if (kept && !box().value) write(kept);
+}, 50);
+
+let silences = 0; // one may be a machine that has slept
+setInterval(async () => {
+  const quiet = 1000 * Number(find("[data-quiet-s]").dataset.quietS);
+  silences = window.octavoPulse && Date.now() - window.octavoPulse > quiet ? silences + 1 : 0;
+  if (silences < 2) return;
+  const signal = AbortSignal.timeout(5000); // lets go of a connection that is as dead, so that the next is a new one
+  const there = await fetch("gradio_api/app_id", { cache: "no-store", signal }).then((answer) => answer.ok, () => false);
+  if (there) location.reload();
+}, 3000);

@@ -35,6 +35,7 @@ class Parts:
     library: gr.HTML
     source: gr.HTML
     options: gr.HTML
+    pulse: gr.Textbox
 
     @property
     def all(self) -> list[Any]:

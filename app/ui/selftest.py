@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from html import escape
 from typing import Any
 
 import gradio as gr
 
 from app.engine.types import Opening, Progress, Queued
-from app.errors import describe
+from app.errors import UsageError, describe
 from app.evaluation.examiner import Stopped
 from app.evaluation.selftest import Seen, SelfTest
 from app.service import ChatService, Selection
@@ -19,9 +20,11 @@ from app.ui.session import Session
 
 _POLL_S = 0.2
 _FACTS = 8
+_NONE = "Add a document first."
 _WHAT = (
-    "<p><b>Does the model see all of a document?</b> One made-up fact at a time is hidden in it, from the beginning to"
-    " the end, and asked for. Each is a question of its own, so that others can ask in between.</p>"
+    "<p><b>Does the model find what stands anywhere in a document?</b> One made-up pass code at a time is hidden in it,"
+    " from the beginning to the end, and asked for. That shows how far the model sees, not how well it understands."
+    " Each is a question of its own, so that others can ask in between.</p>"
 )
 
 
@@ -51,6 +54,7 @@ def self_test_form(service: ChatService, session: gr.State, changed: Sequence[An
     """Chooses a document and the number of facts; `changed` are parts that change, or open, when documents do."""
     runs: dict[str, _Run | None] = {}  # by tab; None while one is made ready
     gr.HTML(_WHAT, elem_id="oc-self-test-about", apply_default_css=False)
+    none = gr.HTML("", elem_id="oc-self-test-none", apply_default_css=False)
     with gr.Row(elem_id="oc-self-test-row"):
         # Checked in `tested`: the library would hold the choice against a list that is already an older one.
         name = gr.Dropdown([], label="Document", elem_id="oc-self-test-document", allow_custom_value=True)
@@ -59,20 +63,21 @@ def self_test_form(service: ChatService, session: gr.State, changed: Sequence[An
         stop = gr.Button("Stop", size="sm", elem_id="oc-self-test-stop", visible=False)
     chart = gr.HTML("", elem_id="oc-depths", apply_default_css=False)
 
-    def listed(session: Session | None, chosen: str | None) -> gr.Dropdown:
+    def listed(session: Session | None, chosen: str | None) -> tuple[gr.Dropdown, str]:
         names = list(_sources(session)) if session is not None else []
-        return gr.Dropdown(names, value=chosen if chosen in names else names[0] if names else None)
+        value = chosen if chosen in names else names[0] if names else None
+        return gr.Dropdown(names, value=value), "" if names else f"<p>{_NONE}</p>"
 
     async def tested(session: Session | None, chosen: str | None, facts: int) -> AsyncIterator[dict[Any, Any]]:
-        sources = _sources(session) if session is not None else {}
+        sources = await asyncio.to_thread(_sources, session) if session is not None else {}
         if session is None or not sources:
-            yield {chart: "<p>Add a document first.</p>"}
+            yield {chart: f"<p>{_NONE}</p>"}
             return
         if session.token in runs:
             yield {chart: gr.skip()}  # without a word every part would be emptied
             return
         if chosen and chosen not in sources:
-            yield {chart: f"<p>{escape(chosen)} is not in this chat: choose another document.</p>"}
+            yield {chart: f"<p>{escape(chosen)} is no longer here: choose another document.</p>"}
             return
         title = chosen or next(iter(sources))
         page = session.page
@@ -80,7 +85,8 @@ def self_test_form(service: ChatService, session: gr.State, changed: Sequence[An
         runs[session.token] = None
         try:
             yield {start: gr.Button(visible=False), stop: gr.Button(visible=True), chart: "<p>Preparing …</p>"}
-            run = runs[session.token] = _Run(await asyncio.to_thread(service.self_test, sources[title], int(facts)))
+            document = await asyncio.to_thread(_opened, session, sources[title])
+            run = runs[session.token] = _Run(await asyncio.to_thread(service.self_test, document, int(facts)))
             shown = ""
             while run.running and session.page == page:  # a page that is closed asks no further
                 if (now := depth_chart(run.test, title, list(run.seen), _where(run))) != shown:
@@ -105,7 +111,7 @@ def self_test_form(service: ChatService, session: gr.State, changed: Sequence[An
 
     quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_limit": None}
     triggers = [part.expand if isinstance(part, gr.Accordion) else part.change for part in changed]
-    gr.on(triggers, listed, [session, name], [name], **quiet)
+    gr.on(triggers, listed, [session, name], [name, none], **quiet)
     start.click(tested, [session, name, count], [start, stop, chart], **quiet)
     stop.click(stopped, [session], None, queue=False, **quiet)
 
@@ -153,15 +159,28 @@ def _meaning(test: SelfTest, seen: list[Seen]) -> str:
     if len(seen) < test.count:
         return ""
     if all(one.found for one in seen):
-        return "At these settings the model sees this document from beginning to end."
+        return (
+            "At these settings what stands anywhere in this document can be found. A plain question may fail all the"
+            " same: this tells how far the model sees, not what it makes of it."
+        )
     return (
         "What stands where a fact was missed may be overlooked. Try more heads that keep everything, or more bits, and"
         " test again: what is missed with all heads full too is beyond the model itself."
     )
 
 
-def _sources(session: Session) -> dict[str, Selection]:
-    """Documents on the shelf and those that the chat has read, by names that differ."""
+def _opened(session: Session, source: Selection | str) -> Selection:
+    """A document that was chosen, read from the library where only its label is known."""
+    if isinstance(source, Selection):
+        return source
+    document = session.owner.open(source)
+    if document is None:
+        raise UsageError("The text of this document is gone. Add the file again.")
+    return Selection.whole(document)
+
+
+def _sources(session: Session) -> dict[str, Selection | str]:
+    """Documents on the shelf, those that the chat has read, and the library's by their labels; by names that differ."""
     conversation = session.conversation
     found = [attachment.source for attachment in conversation.readable]
     keys = {source.key for source in found}
@@ -170,10 +189,14 @@ def _sources(session: Session) -> dict[str, Selection]:
             if source.document.pages and source.key not in keys:
                 keys.add(source.key)
                 found.append(source)
-    named: dict[str, Selection] = {}
-    for source in found:
-        title, number = source.title, 2
+    here = {source.label for source in found}
+    titled: list[tuple[str, Selection | str]] = [(source.title, source) for source in found]
+    with suppress(OSError):  # a list that the disk does not give is told where it is shown
+        titled += [(f"{e.name} (library)", e.label) for e in session.owner.documents() if e.label not in here]
+    named: dict[str, Selection | str] = {}
+    for base, one in titled:
+        title, number = base, 2
         while title in named:
-            title, number = f"{source.title} - {number}", number + 1
-        named[title] = source
+            title, number = f"{base} - {number}", number + 1
+        named[title] = one
     return named

@@ -64,7 +64,8 @@ def _turn(label: str, turn_id: str, card: str, page: int, there: bool) -> str:
 
 def _dialog(title: str, pages: str, body: str) -> str:
     return (
-        f'<div id="oc-source" popover role="dialog" aria-label="Source: {escape(title)}" data-fresh="{fresh()}">'
+        f'<div id="oc-source" popover="manual" role="dialog" data-fresh="{fresh()}"'
+        f' aria-label="Source: {escape(title)}">'
         f'<div class="oc-source-top"><h2 title="{escape(title)}">{escape(title)}</h2>{pages}'
         '<button type="button" class="oc-tool" popovertarget="oc-source" popovertargetaction="hide" aria-label="Close">'
         '<svg viewBox="0 0 20 20" aria-hidden="true"><path d="M5 5l10 10M15 5L5 15" stroke="currentColor"'

@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
+from app.ui.frame import CROSS
 from app.ui.words import size
 
 
@@ -52,18 +53,31 @@ def _engine_table(facts: dict[str, Any]) -> str:
     rows = {
         "Model": facts["model"],
         "Note": facts["note"],
-        "Heads": facts["pattern"],
         "Context": _context(facts),
         **(_memory_rows(memory, settings) if memory["weights_bytes"] else {}),
         "Reading": f"{facts['prefill_tokens_per_s']:,.0f} tokens/s" if facts["prefill_tokens_per_s"] else "",
-        "Writing": f"{facts['ms_per_token']:.1f} ms per token",
-        **{_name(key): str(value) for key, value in settings.items()},
+        "Writing": f"{facts['ms_per_token']:.1f} ms per token" if facts["ms_per_token"] else "",
+        "Heads": facts["pattern"],
+    }
+    closely = {
+        **{_name(key): str(value) for key, value in settings.items() if value},
         **{f"Kernel: {_name(key).lower()}": str(value) for key, value in kernels.items()},
     }
+    close = (
+        '<button type="button" class="oc-tool" popovertarget="oc-engine" popovertargetaction="hide" aria-label="Close">'
+        f"{CROSS}</button>"
+    )
+    return (
+        f'<div class="oc-dialog-top"><h2>What the engine does</h2>{close}</div>{_table(rows)}'
+        f"<details><summary>Settings and kernels</summary>{_table(closely)}</details>"
+    )
+
+
+def _table(rows: dict[str, str]) -> str:
     body = "".join(
         f"<tr><th scope=row>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows.items() if value
     )
-    return f"<h2>What the engine does</h2><table>{body}</table>"
+    return f"<table>{body}</table>"
 
 
 def _memory_rows(memory: dict[str, int], settings: dict[str, Any]) -> dict[str, str]:

@@ -48,7 +48,7 @@ def idle(asked: bool) -> str:
 
 def editing() -> str:
     """The next question takes the place of an earlier one."""
-    cancel = '<button type="button" class="oc-quiet" data-do="unedit">Keep the old one</button>'
+    cancel = '<button type="button" class="oc-quiet" data-do="unedit">Cancel edit</button>'
     return strip("edit", "Editing a question. What follows it stays, on a branch of its own.", action=cancel)
 
 

@@ -10,7 +10,7 @@ const icons = {
   after: "M8 5l5 5-5 5",
 };
 
-function tool(what, label, turn) {
+function tool(what, label, turn, words = "") {
   const button = document.createElement("button");
   button.type = "button";
   button.className = "oc-tool";
@@ -19,6 +19,7 @@ function tool(what, label, turn) {
   Object.assign(button.dataset, { do: "turn", act: what === "before" || what === "after" ? "branch" : what, turn });
   button.innerHTML = `<svg viewBox="0 0 20 20" aria-hidden="true"><path d="${icons[what]}" fill="none"
     stroke="currentColor" stroke-width="1.5" stroke-linejoin="round" stroke-linecap="round"/></svg>`;
+  button.append(words);
   return button;
 }
 
@@ -35,12 +36,11 @@ function toolbar(turn, number, last) {
     branches.append(before, `${turn.at} / ${turn.of}`, after);
     bar.append(branches);
   }
-  bar.append(tool("edit", `Edit question ${number}`, turn.id), tool("again", `Answer question ${number} again`, turn.id));
-  bar.append(tool("fork", `Go on from answer ${number} in a new chat`, turn.id));
+  bar.append(tool("edit", `Edit question ${number}`, turn.id, "Edit question"));
+  bar.append(tool("again", `Answer question ${number} again`, turn.id, "Ask again"));
+  bar.append(tool("fork", `Go on from answer ${number} in a new chat`, turn.id, "Branch"));
   if (turn.resume && last) {
-    const go = tool("resume", `Continue answer ${number}`, turn.id);
-    go.append("Continue");
-    bar.append(go);
+    bar.append(tool("resume", `Continue answer ${number}`, turn.id, "Continue"));
   }
   return bar;
 }
@@ -164,6 +164,15 @@ addEventListener("keydown", (event) => {
   open?.();
 });
 
+// A source that is open stands beside the page where there is room, so that the answer and its cards stay in sight.
+function beside() {
+  const open = find("#oc-source:popover-open") && !narrow.matches;
+  if (open) document.body.dataset.source = "beside";
+  else delete document.body.dataset.source;
+}
+addEventListener("toggle", ({ target }) => target.id === "oc-source" && beside(), true);
+narrow.addEventListener("change", beside);
+
 function openFresh() {
   const dialog = find("[popover][data-fresh]");
   if (!dialog) return;
@@ -200,7 +209,12 @@ function decorate() {
   rows.forEach((row, at) => {
     const place = placeAt(row);
     place.toggleAttribute("data-live", Boolean(turns[at]?.live));
-    if (turns[at]?.quotes.length && !turns[at].live && !row.querySelector(".oc-quote")) markQuotes(row, turns[at]);
+    // Looked through once for each state of its text; where nothing could be marked there is nothing to look for again.
+    if (turns[at]?.quotes.length && !turns[at].live && !row.querySelector(".oc-quote")) {
+      const text = `${turns[at].id} ${row.textContent.length}`;
+      if (row.octavoRead !== text) markQuotes(row, turns[at]);
+      row.octavoRead = `${turns[at].id} ${row.textContent.length}`;
+    }
     if (place.octavo && place.octavo.key === turns[at]?.key && place.octavo.bar.isConnected) return;
     for (const bar of place.querySelectorAll(":scope > :is(.oc-tools, .oc-evidence)")) bar.remove();
     place.octavo = null;
@@ -293,9 +307,18 @@ addEventListener(
   },
   true,
 );
+let closely = false; // whether its settings and kernels are shown too
+addEventListener(
+  "toggle",
+  ({ target }) => {
+    if (target.matches?.("#oc-engine details") && target.checkVisibility()) closely = target.open;
+  },
+  true,
+);
 function watchOn() {
   const panel = watching && find("#oc-engine");
   if (panel && !panel.matches(":popover-open")) panel.showPopover();
+  if (panel && panel.querySelector("details").open !== closely) panel.querySelector("details").open = closely;
 }
 
 // ---- for those who hear the page: what it does, told once, not with every token
@@ -320,6 +343,7 @@ new MutationObserver(() => {
     due = 0;
     decorate();
     openFresh();
+    beside();
     watchOn();
     tell();
   }, 0);

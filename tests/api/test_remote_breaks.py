@@ -24,6 +24,7 @@ from app.library import Library
 from app.remote import RemoteService
 from app.remote.engine import RemoteError
 from app.ui.conversation import Conversation
+from app.ui.messages import messages
 from app.ui.server import bind
 from tests.api.broken_server import PIECES, Broken, broken_server
 from tests.api.conftest import Start
@@ -76,6 +77,9 @@ def test_the_page_tells(other: tuple[str, Broken], service: RemoteService, tmp_p
     turn = conversation.chat.tree[answer.turn_id]
     assert turn.finish_reason == "failed"
     assert re.search(HOWS[how], turn.error)
+    assert turn.answer == "".join(PIECES) * (how in ("dies", "ends"))  # what came stays to be read
+    shown = str(messages(conversation, 0)[-1])
+    assert ("The first words and more" in shown) == (how in ("dies", "ends")) and "oc-failed" in shown
     other[1].how = "whole"
     again = conversation.ask_again(turn.id)
     again.finished.wait()

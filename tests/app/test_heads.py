@@ -15,6 +15,7 @@ from app.embedded import embedded_model_path
 from app.head_costs import Heads, ratio_cost
 from app.model import choose_pattern, find_model, plan_context
 from app.ui.heads import comparison
+from app.ui.heads_map import heads_map
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
 from models.cache.shape import CacheShape
@@ -113,7 +114,7 @@ def test_the_page_previews_before_settings_are_used() -> None:
     assert "In force" in now and "As chosen" not in now and "<td>45</td>" in now
     then = comparison(heads, replace(settings, retrieval_ratio=0.2, kv="kv8"), 8192, 2048)
     assert "As chosen" in then and "<td>45</td><td>18</td>" in then
-    assert heads.picture(8192).startswith(b"\x89PNG")
+    assert heads_map(heads).count('<i class="oc-full" style') == 45
 
 
 def test_endless_mode_and_models_without_a_pattern_are_told_too() -> None:

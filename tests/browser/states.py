@@ -91,7 +91,7 @@ def walk(page: Page, site: Site, document: Path) -> Iterator[str]:
     yield "engine"
     page.keyboard.press("Escape")
     page.click("#oc-heads > button")
-    page.wait_for_selector("#oc-heads-picture img")
+    page.wait_for_selector("#oc-heads-picture .oc-heads-map")
     yield "heads"
     page.click("#oc-heads > button")
     script.fail_decode = UsageError("The device is out of memory: 80.0 GB are there. Ask with fewer pages.")

@@ -27,7 +27,7 @@ def opened(open_page: Open, site: Site) -> Page:
     page = open_page(site.url)
     state(page, "idle")
     page.click("#oc-heads > button")
-    page.wait_for_selector("#oc-heads-picture img[src^='data:image/png']", timeout=60_000)
+    page.wait_for_selector("#oc-heads-picture .oc-heads-map", timeout=60_000)
     return page
 
 
@@ -78,6 +78,7 @@ def test_a_document_is_chosen_tested_and_the_test_stopped(
 ) -> None:
     patterned.script.chunk_s = 0.5  # so that a busy machine's page shows it reading
     page = opened(open_page, patterned)
+    until(lambda: "Add a document first." in page.inner_text("#oc-self-test-none"))  # before anything is pressed
     page.click("#oc-self-test")
     until(lambda: "Add a document first." in page.inner_text("#oc-depths"))
     add(page, texts("first.txt", "heron"), texts("second.txt", "plover", 3))
@@ -98,6 +99,35 @@ def test_a_document_is_chosen_tested_and_the_test_stopped(
     assert page.inner_text("#oc-depths").startswith("0 of 8 planted facts found in second.txt")
     assert "may be overlooked" in page.inner_text("#oc-depths")
     page.screenshot(path=str(tmp_path / "tested.png"))
+
+
+def test_the_library_is_offered_and_the_panel_lies_over_the_page(
+    patterned: Site, open_page: Open, texts: Callable[..., Path]
+) -> None:
+    patterned.script.chunk_s = 0.0
+    page = open_page(patterned.url)
+    state(page, "idle")
+    add(page, texts("kept.txt", "heron", 1))
+    state(page, "plan")
+    ask(page, "What is the code word?")
+    page.wait_for_selector("#oc-library .oc-item:has-text('kept.txt')")
+    state(page, "idle")
+    page.click("[data-do=fresh]:visible")
+    page.wait_for_selector(".oc-welcome", state="visible")
+    before = page.locator("#oc-welcome").bounding_box()
+    page.click("#oc-heads > button")
+    until(lambda: page.input_value("#oc-self-test-document input") == "kept.txt (library)")
+    page.wait_for_selector("#oc-heads-picture .oc-heads-map", timeout=60_000)
+    after = page.locator("#oc-welcome").bounding_box()
+    assert before and after and after["height"] >= before["height"]  # nothing is squeezed
+    tops = [box["y"] for box in (e.bounding_box() for e in page.query_selector_all("#oc-heads-numbers input")) if box]
+    assert len(tops) == 3 and max(tops) - min(tops) < 1
+    page.click("#oc-self-test")
+    page.wait_for_selector("#oc-depths .oc-lost", timeout=60_000)
+    page.click("#oc-self-test-stop")
+    until(lambda: page.is_visible("#oc-self-test"))
+    page.keyboard.press("Escape")
+    until(lambda: not page.is_visible("#oc-self-test"))
 
 
 def test_a_closed_page_tests_no_further(patterned: Site, open_page: Open, texts: Callable[..., Path]) -> None:

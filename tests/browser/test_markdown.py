@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from app.ui.markdown import harmless, plain
+from app.ui.markdown import Pieces, harmless, plain
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zs", "Zl", "Zp"]), min_size=1))
@@ -116,3 +116,38 @@ def test_hostile_answers_take_no_time(unit: str) -> None:
     before = time.monotonic()
     harmless(unit * (40_000 // len(unit)))
     assert time.monotonic() - before < 2
+
+
+TABLE = ["| ship | tons |", "|---|---|", *(f"| ship {n} | {n} |" for n in range(2000))]
+CODE = ["```python", *(f"ships[{n}] = 'a ship with a name'" for n in range(2000)), "```"]
+
+
+@pytest.mark.parametrize(("lines", "cell"), [(TABLE, "ship {} |"), (CODE, "ships[{}] =")])
+def test_a_long_block_that_grows_is_drawn_in_pieces(lines: list[str], cell: str) -> None:
+    pieces, before, text = Pieces(), [""], "Before it.\n\n"
+    for number, line in enumerate([*lines, "", "And after it."]):
+        text += line + "\n"
+        if number % 7 == 0:
+            now = pieces.of(text)
+            assert now[: len(before) - 1] == before[:-1]  # what is settled stays
+            before = now
+    now = pieces.of(text)
+    assert max(map(len, now)) < 6_000
+    joined = "".join(now)
+    assert all(joined.count(cell.format(n)) == 1 for n in range(2000))
+    for piece in now:  # each is a whole block of its own
+        shown = MarkdownIt("commonmark").enable("table").render(piece)
+        assert shown.count("<table>") == piece.count("| ship | tons |")
+        assert piece.count("```") % 2 == 0
+    assert "".join(Pieces().of(text, growing=False)) == text
+    assert "And after it." in now[-1]
+
+
+@pytest.mark.parametrize("text", ["| a | b |\n|---|---|\n" + "x" * 9000, "```\n" * 3000, "~~~\n" + "`\n" * 5000])
+def test_odd_long_blocks_lose_nothing(text: str) -> None:
+    pieces = Pieces()
+    for end in range(0, len(text), 500):
+        pieces.of(text[:end])
+    joined = "".join(pieces.of(text))
+    assert joined.count("x") == text.count("x")
+    assert len(joined) >= len(text)

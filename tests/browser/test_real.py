@@ -59,7 +59,7 @@ def test_other_settings_are_previewed_and_used(url: str, open_page: Callable[...
     page = open_page(url)
     state(page, "idle", seconds=120)
     page.click("#oc-heads > button")
-    page.wait_for_selector("#oc-heads-picture img[src^='data:image/png']", timeout=60_000)
+    page.wait_for_selector("#oc-heads-picture .oc-heads-map", timeout=60_000)
     until(lambda: "In force" in page.inner_text("#oc-costs") and "\t45" in page.inner_text("#oc-costs"), 60)
     assert page.is_disabled("#oc-use")
     page.fill("#oc-heads-ratio input[type=number]", "0.2")
@@ -84,7 +84,7 @@ def test_self_test_of_a_chosen_document(url: str, open_page: Callable[..., Page]
     page = open_page(url)
     state(page, "idle", seconds=120)
     page.click("#oc-heads > button")
-    page.wait_for_selector("#oc-heads-picture img[src^='data:image/png']", timeout=60_000)
+    page.wait_for_selector("#oc-heads-picture .oc-heads-map", timeout=60_000)
     page.click("#oc-self-test")
     until(lambda: "Add a document first." in page.inner_text("#oc-depths"))
     for name, times in (("ledger.txt", 6), ("letter.txt", 2)):

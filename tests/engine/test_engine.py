@@ -498,3 +498,14 @@ def test_work_that_waits_hears_of_the_end(make: Make) -> None:
     closing.join(WAIT)
     assert failed == ["The engine is closed."]
     assert done(running).finish_reason == "cancelled"
+
+
+def test_an_estimate_forgets_a_busy_machine_at_once() -> None:
+    cost = CostModel()
+    for start in range(0, 20 * 256, 256):
+        cost.observe(start, start + 256, 2.5)  # other programs took the processors
+    assert cost.seconds(0, 256) == pytest.approx(2.5, rel=0.2)
+    cost.observe(0, 256, 0.25)
+    cost.observe(256, 512, 0.25)
+    estimate = cost.seconds(0, 512)
+    assert estimate is not None and estimate < 1.0
