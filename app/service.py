@@ -298,7 +298,10 @@ class ChatService:
             if not turns or turns[-1].id != turn_id or turns[-1].finish_reason not in ("cancelled", "length", "loop"):
                 raise UsageError("Only an answer that was stopped or cut can be continued.")
             loaded.ids.revive(chat, turns)
-            prompt = ids_of([chat.tree[t.id] for t in turns])
+            turns = [chat.tree[t.id] for t in turns]
+            prompt, capacity = ids_of(turns), loaded.engine.runner.capacity
+            if capacity is not None and len(prompt) >= capacity:
+                raise _too_long(len(prompt), capacity, turns)
             turn = chat.tree[turn_id]
             documents = {source.label: source.document for t in turns for source in t.sources}
 

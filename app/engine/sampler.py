@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from app.engine.types import SamplingParams
 from models.errors import BadLogits
 
 NOT_FINITE = -1  # in place of a token
+_RUN = 32  # tokens in a row that are the same as before by a loop, hardly by chance
 
 
 def check_sampling(params: SamplingParams) -> None:
@@ -95,26 +98,34 @@ def check_token(token: int, number: int) -> None:
 
 
 class LoopDetector:
-    """Finds an answer that repeats one short passage: `max_period` tokens or fewer, over and over.
+    """Finds an answer that repeats one passage, a word or pages of up to `max_period` tokens, over and over.
 
     A loop is reported when the repeats cover `min_span` tokens and at least `min_repeats` periods; tables and lists
-    repeat far less than that.
+    repeat far less than that. The period is the distance to where the last `_RUN` tokens stood before.
     """
 
-    def __init__(self, max_period: int = 128, min_span: int = 256, min_repeats: int = 6) -> None:
+    def __init__(self, max_period: int = 4096, min_span: int = 256, min_repeats: int = 6) -> None:
+        self._most, self._span, self._repeats = max_period, min_span, min_repeats
         self._ids: list[int] = []
-        self._runs = [0] * (max_period + 1)
-        self._need = [max(min_span, min_repeats * period) - period for period in range(max_period + 1)]
+        self._ends: OrderedDict[int, int] = OrderedDict()  # where each of the newest runs of tokens ended last
+        self._period = self._same = 0  # tokens that were those of a period before
 
     def push(self, token_id: int) -> bool:
         """Take the next token; true when the answer is in a loop."""
-        ids, runs = self._ids, self._runs
-        looped = False
-        for period in range(1, min(len(runs) - 1, len(ids)) + 1):
-            if ids[-period] == token_id:
-                runs[period] += 1
-                looped = looped or runs[period] >= self._need[period]
-            else:
-                runs[period] = 0
+        ids, ends = self._ids, self._ends
         ids.append(token_id)
-        return looped
+        if self._period and ids[-1 - self._period] == token_id:
+            self._same += 1
+        else:
+            self._period = self._same = 0
+        if len(ids) < _RUN:
+            return False
+        run = hash(tuple(ids[-_RUN:]))
+        before = ends.pop(run, None)
+        ends[run] = len(ids)
+        if len(ends) > self._most:
+            ends.popitem(last=False)
+        if not self._period and before is not None and len(ids) - before <= self._most:
+            self._period, self._same = len(ids) - before, _RUN
+        need = max(self._span, self._repeats * self._period) - self._period
+        return bool(self._period) and self._same >= need

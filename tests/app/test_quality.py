@@ -9,9 +9,11 @@ from safetensors.torch import save_file
 from app.__main__ import main
 from app.calibration import sample_texts, sample_windows
 from app.errors import UsageError
+from app.evaluation import quality
 from app.evaluation.quality import REFERENCE, Quality, Variant, variants
 from app.tokenizer import Tokenizer
 from models.checkpoint import open_checkpoint
+from models.decoder import Decoder
 from models.heads import HeadPattern
 from quant.llm_int8 import missing as bitsandbytes_missing
 from tests.models.tiny import HF, parameters, tiny_model
@@ -102,6 +104,19 @@ def test_scores_are_those_of_transformers(model):
         loss = torch.stack([peer(w[None], labels=w[None]).loss for w in ids.split(300)]).mean()
     assert bench.scores[0].perplexity == pytest.approx(loss.exp().item(), rel=2e-3)
     assert bench.scores[0].variant == REFERENCE.name
+
+
+def test_logits_of_a_long_text_are_computed_in_pieces(model, monkeypatch):
+    rows, inner = [], Decoder.logits
+    monkeypatch.setattr(Decoder, "logits", lambda self, hidden: rows.append(len(hidden)) or inner(self, hidden))
+    ids = torch.randint(0, 96, (500,), generator=torch.Generator().manual_seed(3)).tolist()
+    whole = Quality(open_checkpoint(model), None, ids, [500], CPU).scores[0]
+    assert max(rows) <= quality._ROWS
+    rows.clear()
+    monkeypatch.setattr(quality, "_ROWS", 64)
+    pieces = Quality(open_checkpoint(model), None, ids, [500], CPU).scores[0]
+    assert max(rows) == 64 and sum(rows) == 499
+    assert pieces.perplexity == pytest.approx(whole.perplexity, rel=1e-6)
 
 
 def test_streaming_heads_and_8_bits_rank_as_they_must(model):

@@ -18,6 +18,7 @@ from app.engine.types import Done, Failed, Queued, SamplingParams, Token
 from app.errors import BadDocument, ContextTooLong, NotReady, UsageError
 from app.model import LoadProgress, OpenModel
 from app.service import Chat, ChatService, Selection
+from tests.app.test_prompt import LLAMA3
 from tests.fakes import END, FakeRunner, FakeSlot, FakeTokenizer
 
 WAIT = 10.0
@@ -481,6 +482,62 @@ def test_a_stopped_answer_goes_on_from_its_last_token(start: Start, document: Do
     assert read(chat).endswith("assistant\na long on")
     with pytest.raises(UsageError, match="stopped or cut"):
         service.resume(chat, turn.id)
+
+
+def test_an_answer_that_filled_the_context_cannot_go_on_and_harms_nobody(start: Start) -> None:
+    """Both counts are told; this chat stays as it is, and others are answered."""
+    service = start(capacity=100, answer=lambda prompt: "abcdefgh" * 30)
+    chat = service.new_chat("Be brief.")
+    full = finish(service.ask(chat, "Go on?"))
+    assert (full.finish_reason, chat.token_count) == ("length", 100)
+    before, turns = chat.token_ids, list(chat.turns)
+    says = r"needs 101 tokens; the context holds 100\. The chat so far has 100\. Start a new chat"
+    with pytest.raises(ContextTooLong, match=says):
+        service.resume(chat, turns[0].id)
+    assert (chat.token_ids, chat.turns) == (before, turns)
+    assert finish(service.ask(service.new_chat(), "You?")).finish_reason == "length"
+
+
+class _Ids(str):
+    """An answer in tokens that encoding its text would not give."""
+
+    ids = b""
+
+    def encode(self, *options: Any) -> bytes:
+        return self.ids
+
+
+def test_history_is_what_was_generated_not_what_its_text_would_be_encoded_as(start: Start) -> None:
+    answer = _Ids("Yes.")
+    answer.ids = b"Y\xff."
+    service = start(answer=lambda prompt: answer)
+    tokenizer = service._need().model.tokenizer
+    plain = tokenizer.token_bytes
+    tokenizer.token_bytes = lambda token: b"es" if token == 255 else plain(token)  # type: ignore[method-assign]
+    chat = service.new_chat()
+    first = finish(service.ask(chat, "First?"))
+    assert first.text == "Yes."
+    second = finish(service.ask(chat, "Second?"))
+    assert chat.token_ids.count(255) == 2
+    assert second.usage.cached_tokens == first.usage.prompt_tokens + len(b"Y\xff.")
+
+
+def test_an_answer_ends_at_the_models_end_token_and_at_its_templates() -> None:
+    """A model of two end tokens, one in its configuration and one that its template ends turns with."""
+    tokenizer = FakeTokenizer(LLAMA3)
+    tokenizer.special_ids |= {"<|start|>": 252, "<|end|>": 253, "<|eot_id|>": 254}
+    tokenizer.template_variables = {"bos_token": ""}
+    tokenizer.eos_ids = frozenset()
+    for end in (254, END):
+        answer = _Ids("Yes.")
+        answer.ids = b"Yes." + (b"\xfe more" if end == 254 else b"")
+        runner = FakeRunner(answer=lambda prompt, answer=answer: answer)
+        model = OpenModel("fake", runner, tokenizer, frozenset({END}), lambda context: context)
+        service = ChatService(Settings(), lambda settings, progress, model=model: model)
+        service.load()
+        done = finish(service.ask(service.new_chat(), "Q?"))
+        assert (done.finish_reason, done.text, done.token_ids[-1]) == ("stop", "Yes.", end)
+        service.close()
 
 
 def test_an_answer_whose_evidence_fails_is_not_lost(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 import app.tokenizer
 from app.embedded import embedded_model_path
+from app.engine.detokenize import Detokenizer
 from app.gguf_tokenizer import _LLAMA3, _QWEN2, _TEKKEN
 from app.tokenizer import Cancelled, Tokenizer
 from models.errors import BadCheckpoint, UnsupportedModel
@@ -210,6 +212,31 @@ def test_long_texts_take_linear_time(embedded: Tokenizer, text: str) -> None:
     embedded.encode_text(text[:1000])
     assert seconds(text) < 6 * max(seconds(text[: len(text) // 2]), 0.05)  # four times would be quadratic with no noise
     assert embedded.decode(embedded.encode_text(text)) == text
+
+
+@pytest.mark.parametrize("text", ["x" * 100_000, "_" * 50_000, "\n" * 50_000], ids=["letters", "underscores", "lines"])
+def test_one_long_word_takes_linear_time_in_every_kind(made: tuple[Tokenizer, Backend], text: str) -> None:
+    ours, _ = made
+
+    def seconds(part: str) -> float:
+        began = time.process_time()
+        ours.encode_text(part)
+        return time.process_time() - began
+
+    ours.encode_text(text[:1000])
+    assert seconds(text) < 6 * max(seconds(text[: len(text) // 2]), 0.05)
+    assert ours.decode(ours.encode_text(text)) == text
+
+
+def test_token_by_token_the_text_is_the_same_as_at_once(made: tuple[Tokenizer, Backend], embedded: Tokenizer) -> None:
+    """Spaces stay, also where tokens carry a mark for them, and no character is shown before all of it is there."""
+    for tokenizer in (made[0], embedded):
+        for text in (SAMPLE, "Hello  world,   and 😀 汉字 again"):
+            ids, detokenizer = tokenizer.encode_text(text), Detokenizer(tokenizer)
+            parts = [*map(detokenizer.push, ids), detokenizer.flush()]
+            assert "".join(parts) == tokenizer.decode(ids)
+            assert unicodedata.normalize("NFC", "".join(parts)) == unicodedata.normalize("NFC", text)
+            assert not any("\ufffd" in part for part in parts)
 
 
 def test_a_run_without_any_safe_cut_is_cut_all_the_same(embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,6 +165,24 @@ def test_an_abandoned_chunk_is_never_seen():
     torch.testing.assert_close(out.double(), _dense(shape, tokens)[:, 300:], rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("bits", [16, 4])
+def test_room_that_was_taken_and_never_filled_is_never_read(poisoned, bits):
+    """As after a prompt that was stopped: its blocks go to others, and it goes on as if it had never had them."""
+    shape = _shape(bits=bits, exact=torch.float32 if bits == 16 else torch.float16)
+    pool, tokens = _pool(shape), _tokens(shape, 900)
+    cache = DuoCache(pool)
+    cache.reserve(900)
+    taken = list(cache.reserved)
+    _feed(cache, tokens, 0, [300])
+    cache.trim()
+    assert pool.blocks - pool.free == shape.packed_blocks(300) < len(taken)
+    other = DuoCache(pool)
+    _feed(other, [torch.full_like(x, 50.0) for x in tokens], 0, [900])
+    assert set(other.blocks) & set(taken[shape.packed_blocks(300) :])
+    out = _feed(cache.fork(), tokens, 300, [1, 599])
+    torch.testing.assert_close(out.double(), _dense(shape, tokens)[:, 300:], rtol=0, atol=1e-4)
+
+
 def test_a_full_pool_refuses_and_harms_nobody():
     shape = _shape(bits=4, exact=torch.float16)
     pool = _pool(shape, 512)

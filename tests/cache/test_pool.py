@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernels.attention_decode.ref import stretches
+from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
 from models.cache.shape import CacheShape
 from models.errors import PoolExhausted
@@ -47,6 +48,21 @@ def test_read_gives_back_what_was_written_in_any_order_of_ids():
     assert [k.shape[1] for k, _ in read] == [SHAPE.block, 2 * SHAPE.block]
     assert torch.equal(torch.cat([k for k, _ in read], 1), keys)
     assert torch.equal(torch.cat([v for _, v in read], 1), values)
+
+
+def test_storage_is_taken_once_and_never_moves():
+    """Near the limit nothing is left to find a place in: growing, freeing and growing again stay where they are."""
+    pool = _pool(8)
+    places = [(stored.data_ptr(), stored.nbytes) for stored, _ in pool._stored()]
+    assert sum(size for _, size in places) == 8 * SHAPE.block * SHAPE.bytes_per_token
+    for length in (300, 1024, 500, 1024):
+        cache = DuoCache(pool)
+        cache.begin(length)
+        cache.attend(0, *torch.randn(3, length, 1, 16))
+        cache.commit()
+        cache.release()
+        assert pool.free == 8
+        assert [(stored.data_ptr(), stored.nbytes) for stored, _ in pool._stored()] == places
 
 
 def test_runs_are_cut_at_the_limit():

@@ -82,6 +82,7 @@ def test_an_answer_is_progress_then_tokens_then_done(make: Make) -> None:
     progress = [event for event in events if isinstance(event, Progress)]
     assert [(event.done, event.total, event.cached) for event in progress] == [(n, 40, 0) for n in (0, 16, 32, 40)]
     assert all(event.tokens_per_s > 0 for event in progress[1:])
+    assert all(event.seconds_left > 0 for event in progress[1:-1])
     assert progress[-1].seconds_left == 0
     tokens = [event for event in events if isinstance(event, Token)]
     assert [event.text for event in tokens] == ["", "Å", " ", "", "", "", "😀", "!"]
@@ -94,6 +95,17 @@ def test_an_answer_is_progress_then_tokens_then_done(make: Make) -> None:
     assert last.timings.decode_ms_per_token > 0
     assert last.memory.weights_bytes == 1000
     assert events == [*progress, *tokens, last]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 20, 39, 40, 41])
+def test_chunks_of_any_size_read_each_token_once_and_in_order(make: Make, chunk: int) -> None:
+    engine = make(chunk=chunk)
+    prompt = bytes(range(40)).decode()
+    events = list(engine.submit(request(prompt, "chat")))
+    assert fake(engine).kept["chat"][:40] == tuple(range(40))
+    assert fake(engine).read == 40
+    done = [event.done for event in events if isinstance(event, Progress)]
+    assert done == [*range(0, 40, chunk), 40]
 
 
 def test_the_length_wanted_and_the_context_both_end_an_answer(make: Make) -> None:
@@ -368,6 +380,26 @@ def test_progress_is_what_the_device_has_read(make: Make) -> None:
     events = list(engine.submit(request("x" * 50)))
     assert [event.done for event in events if isinstance(event, Progress)] == [0, 16, 32, 50]
     assert isinstance(events[-1], Done)
+
+
+def test_a_prompt_may_take_hours_while_it_is_read(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every chunk tells how far it is and what is left; no clock ends what goes on."""
+    hours = [0.0]
+    for clock in ("perf_counter", "monotonic", "time"):
+        plain = getattr(time, clock)
+        monkeypatch.setattr(time, clock, lambda plain=plain: plain() + hours[0])
+
+    def chunk(step: str, slot: FakeSlot) -> None:
+        hours[0] += 700.0
+
+    engine = make(hook=chunk, answer=lambda prompt: "Yes")
+    events = list(engine.submit(request("x" * 160)))
+    progress = [event for event in events if isinstance(event, Progress)]
+    assert [event.done for event in progress] == list(range(0, 161, 16))
+    for event in progress[1:]:
+        assert event.seconds_left == pytest.approx(700 * (160 - event.done) / 16, rel=0.01)
+    assert isinstance(events[-1], Done)
+    assert events[-1].text == "Yes"
 
 
 def test_time_left_follows_a_cost_that_grows_with_depth() -> None:

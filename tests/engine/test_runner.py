@@ -1,11 +1,14 @@
 """The runner with the embedded model: reuse, cancel, limits and the plan."""
 
+import weakref
 from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from app.config import Settings
 from app.embedded import embedded_model_path
@@ -15,6 +18,7 @@ from app.engine.types import SamplingParams
 from app.errors import ContextTooLong
 from benchmarks._llama_8b import LLAMA_8B
 from models.build import load_decoder
+from models.cache.duo import DuoCache
 from models.cache.plan import plan_memory
 from models.cache.shape import CacheShape
 from models.checkpoint import open_checkpoint
@@ -96,6 +100,80 @@ def test_a_stopped_prefill_goes_on_where_it_was(runner, prose_ids):
     again = runner.start(prompt, "c")
     assert again.cached == 300
     again.discard()
+
+
+def test_logits_are_computed_for_the_last_position_alone(runner, prose_ids, monkeypatch):
+    rows, inner = [], runner.decoder.logits
+    monkeypatch.setattr(runner.decoder, "logits", lambda hidden: rows.append(len(hidden)) or inner(hidden))
+    prompt = prose_ids[7000:7700]
+    slot = runner.start(prompt, None)
+    _read(runner, slot, prompt)
+    _greedy(slot, 3)
+    slot.discard()
+    assert len(rows) > 6 and set(rows) == {1}
+
+
+@pytest.mark.parametrize("at", [2, 4])  # in prefill, and in the answer
+def test_running_out_of_memory_frees_everything_and_what_fits_then_works(runner, prose_ids, monkeypatch, at):
+    kept, prompt = prose_ids[7000:7400], prose_ids[8000:8700]
+    slot = runner.start(kept, "kept")
+    _read(runner, slot, kept)
+    slot.publish("kept")
+    steps, inner = [], runner.decoder.forward
+
+    def forward(tokens, cache):
+        steps.append(len(tokens))
+        if len(steps) == at + 1:
+            raise torch.OutOfMemoryError("no more")
+        return inner(tokens, cache)
+
+    monkeypatch.setattr(runner.decoder, "forward", forward)
+    slot = runner.start(prompt, "f")
+    if at == 4:
+        _read(runner, slot, prompt)
+    with pytest.raises(torch.OutOfMemoryError):
+        _read(runner, slot, prompt) if at == 2 else _greedy(slot, 3)
+    assert (steps[-1] == 1) == (at == 4)
+    slot.discard()
+    assert runner.pool.free == runner.pool.blocks
+    monkeypatch.undo()
+    slot = runner.start(prompt[:500], "f")
+    assert slot.cached == 0
+    _read(runner, slot, prompt[:500])
+    assert len(_greedy(slot, 3)) == 3
+    slot.discard()
+
+
+class _Peak(TorchDispatchMode):
+    """Counts the bytes of tensors that live at once, of those that are made inside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.most = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            at = x.untyped_storage().data_ptr() if isinstance(x, torch.Tensor) else 0
+            if at and at not in given and at not in self.sizes:
+                self.sizes[at] = x.untyped_storage().nbytes()
+                weakref.finalize(x.untyped_storage(), self.sizes.pop, at)
+        self.most = max(self.most, sum(self.sizes.values()))
+        return out
+
+
+def test_the_planned_workspace_holds_a_chunk_behind_a_full_cache(runner, prose_ids):
+    """The dearest place there is, not a short prompt: what is alive at once there is within what was planned."""
+    while runner.prefixes.drop_oldest():
+        pass
+    cache, peak = DuoCache.empty(runner.pool, runner.capacity - runner.chunk), _Peak()
+    with peak:
+        hidden = runner.decoder.forward(torch.tensor(prose_ids[: runner.chunk]), cache)
+        runner.decoder.logits(hidden[-1:])
+    assert cache.length == runner.capacity
+    cache.release()
+    assert runner.chunk * runner.decoder.config.hidden_size * 8 < peak.most <= runner.plan.workspace_bytes
 
 
 def test_everything_is_given_back(runner, prose_ids):

@@ -116,10 +116,19 @@ def first_loop(ids: list[int]) -> int | None:
     return next((at for at, token in enumerate(ids, 1) if detector.push(token)), None)
 
 
-@pytest.mark.parametrize("period", [1, 7, 42, 43, 128])
+@pytest.mark.parametrize("period", [1, 7, 42, 43, 128, 129, 700, 4096])
 def test_loops_are_found_after_the_same_stretch(period: int) -> None:
-    ids = [*range(1000, 1100), *list(range(period)) * 300]
+    """A word, a sentence or pages: an answer that goes in circles ends, however long a circle is."""
+    ids = [*range(10_000, 10_100), *list(range(period)) * max(7, 300 // period)]
     assert first_loop(ids) == 100 + max(256, 6 * period)
+
+
+def test_a_loop_with_smaller_ones_in_it_is_found() -> None:
+    row = [1, 2, 3] * 40
+    passage = [*row, 4, *row, 5, *range(100, 300), *row, 6]
+    found = first_loop([*range(1000, 1100), *passage * 9])
+    assert found is not None
+    assert found <= 100 + 7 * len(passage)
 
 
 def test_lists_tables_and_random_text_are_no_loops() -> None:
@@ -127,4 +136,4 @@ def test_lists_tables_and_random_text_are_no_loops() -> None:
     noise = random.Random(0).choices(range(4), k=3000)
     assert first_loop(table) is None
     assert first_loop(noise) is None
-    assert first_loop(list(range(200)) * 20) is None  # longer than the longest period: a text said again
+    assert first_loop(list(range(200)) * 5) is None  # a text said again
