@@ -343,3 +343,14 @@ def test_200_mb_are_streamed_to_disk(uploads: Uploads) -> None:
         file.seek(-len(part), 2)
         assert file.read() == part
     assert peak - before < 32 << 20
+
+
+def test_the_page_librarys_own_upload_is_closed_and_no_path_is_told(tmp_path: Path) -> None:
+    settings = Settings(cache_dir=tmp_path, library_quota=0)
+    client = _client(create_app(ChatService(settings), settings))
+    sent = client.post("/gradio_api/upload", files={"files": ("a.txt", b"text")})
+    assert sent.status_code == 404
+    clash = [("files", ("a", b"text")), ("files", ("a/b", b"text"))]  # a file and a folder of one name
+    told = client.put("/uploads", files=clash, headers={"x-file-name": "folder"})
+    assert told.status_code == 507
+    assert "/" not in told.json()["error"]
