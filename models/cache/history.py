@@ -159,6 +159,7 @@ class HistoryReader:
         heads, d = slots.stop - slots.start, self._shape.width
         step = max(1, self.tile // heads // self._shape.block)
         working = torch.cuda.current_stream(self._kept.device)
+        _ = self._buffers  # made on this stream, so before the other one waits for it
         self._unpacking.wait_stream(working)  # what was written before, and who still reads the buffers
         free: list[torch.cuda.Event | None] = [None, None]
         tiles = [table[i : i + step] for i in range(0, table.numel(), step)]

@@ -1,5 +1,7 @@
 """The packed cache on a GPU, through prefill and decode, against the naive dense one in float64."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -70,7 +72,7 @@ def test_history_in_several_tiles_equals_one(poisoned, monkeypatch):
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_model_reads_as_on_the_cpu(packed):
-    """int8 products, rotations, windows and history in one; the rest is rounding."""
+    """int8 products, rotations, windows and history in one, in blocks of one size; the rest is rounding."""
     config = ModelConfig.from_hf(
         LLAMA_8B
         | {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
@@ -85,11 +87,12 @@ def test_a_model_reads_as_on_the_cpu(packed):
     logits = []
     for device in (torch.device("cpu"), torch.device("cuda")):
         shape = CacheShape.for_model(config, mask, "kv4" if packed else "bf16", 16, 100, device)
+        shape = replace(shape, block=128, front=128)
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         make = W8A8Linear.from_float if packed else (lambda w, b, dtype=dtype: DenseLinear(w.to(dtype), b))
         how = Build(mask, make, DenseLinear, lambda t, x=(device, dtype): t.to(*x), packed, packed, device=device)
         decoder = build_decoder(config, [(name, t.to(device)) for name, t in tensors], how)
-        cache = DuoCache(BlockPool(shape, 16, device))
+        cache = DuoCache(BlockPool(shape, shape.packed_blocks(len(tokens)), device))
         read = [decoder.forward(part, cache)[-20:] for part in tokens.split([700, 333, 467])]
         logits.append(decoder.logits(torch.cat(read)).double().cpu())
     assert (logits[1] - logits[0]).norm() <= 0.05 * logits[0].norm()
