@@ -15,7 +15,7 @@ from app.embedded import embedded_model_path
 from app.engine.runner import _EARLY, build_runner
 from app.engine.sizing import fit, resolve_shape
 from app.engine.types import SamplingParams
-from app.errors import ContextTooLong
+from app.errors import ContextTooLong, UsageError
 from benchmarks._llama_8b import LLAMA_8B
 from models.build import load_decoder
 from models.cache.duo import DuoCache
@@ -257,6 +257,15 @@ def test_what_does_not_fit_is_refused_with_both_numbers_and_what_fits():
     assert _plan_8b(info.value.longest, limit=48 << 30).context == info.value.longest
     with pytest.raises(DoesNotFit, match="smaller model"):
         _plan_8b(1000, limit=4 << 30)
+
+
+def test_a_context_beyond_the_models_own_window_is_refused_and_is_never_the_default():
+    config = open_checkpoint(embedded_model_path()).config
+    shape = resolve_shape(config, None, Settings(), CPU)[1]
+    with pytest.raises(UsageError, match="--context is 8,193; this model's window is 8,192 tokens"):
+        fit(config, shape, Settings(context=8193), CPU, 1 << 40)
+    for context in (None, 8192):
+        assert fit(config, shape, Settings(context=context), CPU, 1 << 40)[0].context == 8192
 
 
 def test_a_pattern_for_another_model_is_refused():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from app.engine import warm_up
 from kernels.act_quant import fused as rows
 from kernels.attention_decode import Packed
 from kernels.attention_prefill import chunk
 from kernels.attention_window import split
 from kernels.int8_gemm import fused as gemm
+from kernels.kv4_pack import fragment_rows
 from kernels.kv4_pack import fragment_rows as blocks
 from kernels.norm_rope import fused as place
 from tests.kernels.test_cuda_sources import CHIPS, REGISTERS
@@ -139,6 +142,65 @@ def test_compiles_within_the_chips_limits(
         threads = 32 * binary.metadata.num_warps
         assert -(-int(used.group(1)) // 8) * 8 * threads <= REGISTERS, (kernel, report)
         assert binary.metadata.shared <= CHIPS[chip], (kernel, binary.metadata.shared)
+
+
+def _read(n: int, before: int, blocks: int) -> None:
+    """Launches what a chunk of n tokens needs, `before` of whose block are there already, behind some blocks."""
+    heads, d = 4, 64
+    q = torch.zeros(n, 3 * heads, d, dtype=HALF)
+    own = torch.zeros(before + n, heads, d, dtype=HALF).transpose(0, 1)
+    past, front = torch.zeros(2, heads, 8192, d, dtype=HALF), torch.zeros(2, heads, 256, d, dtype=HALF)[:, :, :128]
+    parts = q, torch.zeros(n, 3 * heads)
+    for first, history in ((None, None), (front, None), (front, parts)):
+        chunk.attend_chunk(q, (own, own), (past[0], past[1]), first, history, before, 1.0, q)
+    chunk.merge(parts, parts, parts)
+    run = torch.zeros(2, heads, min(blocks * 128, 255) + n, d, dtype=HALF)
+    chunk.attend_window(q, (past[0], past[1]), (run[0], run[1]), blocks * 128 + before, before, 128, 256, 1.0, q)
+    codes, weight = torch.zeros(n, 512, dtype=torch.int8), torch.zeros(768, 512, dtype=torch.int8)
+    token, scale = torch.zeros(n, 1), torch.zeros(768)
+    gemm.product(codes, token, weight, scale, None, HALF)
+    gemm.add_product_(torch.zeros(n, 768), codes, token, weight, scale, scale)
+    rows.quantize_rows(torch.zeros(n, 512, dtype=HALF))
+    rows.rms_norm_quantize(torch.zeros(n, 512), torch.zeros(512), 1e-5)
+    rows.gated_quantize(torch.zeros(n, 1024, dtype=HALF), None, torch.zeros(64, 64))
+    place.place(q, torch.zeros(n, d // 2, dtype=torch.complex64), 9, ((0, 2), (9, 1)), torch.zeros(d, d))
+    words = torch.zeros(heads, 100, 64 * d, dtype=torch.uint8)
+    table = torch.zeros(200, dtype=torch.int32)[before % 7 : before % 7 + blocks]
+    packed = Packed(words, words[:, None], torch.zeros(heads, 100, 128, 4, dtype=HALF), table)
+    kept = past[:, :, : 128 * blocks]
+    blocks_of = own[:, : (before + n) // 128 * 128]
+    if blocks:
+        fragment_rows.restore(packed, kept[0], kept[1])
+    if count := blocks_of.shape[1] // 128:
+        new = replace(packed, table=table.new_zeros(count))
+        fragment_rows.store(new, blocks_of, blocks_of, 0.1, past[0, :, : 128 * count], past[1, :, : 128 * count])
+
+
+def test_a_length_never_seen_needs_no_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the warm-up's chunks need is all that is ever compiled: no answer waits for a compiler."""
+    needed: set[tuple[str, str]] = set()
+    monkeypatch.setattr(
+        triton.runtime.JITFunction,
+        "__getitem__",
+        lambda kernel, grid: lambda *args, **more: kernel.warmup(*args, grid=(1,), **more),
+    )
+    monkeypatch.setattr(
+        triton.runtime.JITFunction,
+        "_do_compile",
+        lambda kernel, key, *rest: needed.add((f"{kernel.fn.__module__}.{kernel.fn.__name__}", str(key))),
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=108))
+    monkeypatch.setattr(triton.runtime.driver, "_active", _Target(90))
+    at = 0
+    for n in warm_up._CHUNKS:
+        _read(n, at % 128, at // 128)
+        at += n
+    warm, at = set(needed), 0
+    assert len({name for name, _ in warm}) >= 10
+    for n in (1, 2, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 1000, 2048, 4096):
+        _read(n, at % 128, min(at // 128, 60))
+        at += n
+    assert needed == warm
 
 
 def _assembled(ptx: str, folder: Path, chip: str) -> str:
