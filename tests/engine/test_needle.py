@@ -36,7 +36,7 @@ def test_the_test_notices_a_retrieval_head_that_is_declared_streaming(tmp_path: 
     assert not any(found.values())
 
 
-@pytest.mark.parametrize(("chunk", "length"), [(300, 903), (300, 643), (1000, 3003), (5000, 3003)])
+@pytest.mark.parametrize(("chunk", "length"), [(300, 903), (300, 643), (1000, 3003), (5000, 3003), (16_384, 100_003)])
 def test_chunks_of_any_size_find_the_same(tmp_path: Path, chunk: int, length: int) -> None:
     """One token more than whole chunks, a part of one, all in one; what is asked for lies in the first of them."""
     checkpoint = open_checkpoint(needle.write_checkpoint(tmp_path, length))
