@@ -177,11 +177,13 @@ def test_needle_bars_by_hand() -> None:
         "full bf16": side(lengths, [[1.0, 0.0]] * 8, [2.0, 1.0, 3.0]),
         "duo 50 %": side(lengths, [[1.0, 0.0]] * 8, [2.01, 1.004, 3.5]),
         "duo 50 % + KV4 + W8A8": side(lengths, [[1.0, 0.0]] * 7 + [[0.0, 0.0]], [2.02, 1.02, 3.0]),
+        "duo 50 % + KV4 + W8A8, calibrated": side(lengths, [[1.0, 0.0]] * 8, [2.01, 1.01, 3.0]),
         "random 50 %": side(few, [[0.0, 0.0]] * 2, [2.1, 1.1, 3.0]),
         "inverted 50 %": side(few, [[1.0, 0.0]] * 2, [2.01, 1.01, 3.0]),
     }
     bars = [(bar.value, bar.holds) for bar in bench._bars(details)]
     assert bars == [
+        (0.0, True),
         (pytest.approx(100 / 16), False),  # one of sixteen questions
         (0.0, True),
         (pytest.approx(100 * (math.exp(0.007) - 1), abs=1e-4), True),  # the manual is no part of the mean

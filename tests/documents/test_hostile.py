@@ -65,7 +65,7 @@ def test_a_reader_that_breaks_costs_its_file_alone(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(notebook, "read", broken)
     document = read_document(tmp_path)
     assert "All is well." in document.text
-    assert "1 file skipped: 1 binary or not readable." in document.warnings
+    assert "1 file skipped: 1 binary or not readable. No answer knows them." in document.warnings
     assert any(note.startswith("odd.ipynb: left out") for note in document.warnings)
 
 

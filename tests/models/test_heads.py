@@ -151,7 +151,7 @@ def test_scores_must_be_finite(score: float) -> None:
         ("", '{"sink_size": 4, "recent_size": 8}', "table of layers"),
         ("1.0\tnan\n", '{"sink_size": 4, "recent_size": 8}', "layer 0, head 1 is nan"),
         ("1.0\t0.5\n", "{", "cannot be read"),
-        ("1.0\t0.5\n", "[]", "must name sink_size"),
+        ("1.0\t0.5\n", "[]", "must hold one JSON object"),
         ("1.0\t0.5\n", '{"sink_size": 4}', "must name sink_size and recent_size"),
         ("1.0\t0.5\n", '{"sink_size": 4, "recent_size": -8}', "recent = -8"),
         ("1.0\t0.5\n", '{"sink_size": 4.5, "recent_size": 8}', "sink = 4.5"),
