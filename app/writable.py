@@ -10,7 +10,7 @@ from app.errors import UsageError
 
 
 def folder_to_write(flag: str, folder: Path) -> None:
-    """See that files can be written into the directory, or where it would be made; raises UsageError naming the flag."""
+    """See that files can be written into the directory or where it would be made; raises UsageError with the flag."""
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{flag}: {folder} is a file; name a directory.")
     try:

@@ -151,7 +151,7 @@ def test_what_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
     file_to_write("--plot", tmp_path / "file")
     file_to_write("--plot", tmp_path / "new")
     folder_to_write("--out", tmp_path / "a" / "b")
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b", "file"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file"]
     assert (tmp_path / "file").read_text() == "kept"
 
 
