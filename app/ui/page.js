@@ -341,12 +341,16 @@ const restoring = setInterval(() => {
   if (kept && !box().value) write(kept);
 }, 50);
 
+const CONNECTIONS = 6; // that browsers open to one server at most
 let silences = 0; // one may be a machine that has slept
 setInterval(async () => {
   const quiet = 1000 * Number(find("[data-quiet-s]").dataset.quietS);
   silences = window.octavoPulse && Date.now() - window.octavoPulse > quiet ? silences + 1 : 0;
   if (silences < 2) return;
-  const signal = AbortSignal.timeout(5000); // lets go of a connection that is as dead, so that the next is a new one
-  const there = await fetch("gradio_api/app_id", { cache: "no-store", signal }).then((answer) => answer.ok, () => false);
-  if (there) location.reload();
+  // Asked over every connection at once: those that wait to be used again may be as dead, and a reload over one of them
+  // would never end. One that does not answer in time is let go of.
+  const signal = AbortSignal.timeout(5000);
+  const asks = Array.from({ length: CONNECTIONS }, (_, at) =>
+    fetch(`gradio_api/app_id?${at}`, { cache: "no-store", signal }).then((answer) => answer.ok, () => false));
+  if ((await Promise.all(asks)).includes(true)) location.reload();
 }, 3000);

@@ -104,6 +104,8 @@ def test_the_answer_is_found_when_the_connection_is_back(
     site.script.go.clear()
     ask(page, "What is asked before the line breaks?")
     state(page, "reading", "answering")
+    # The first question brings the script that draws the chat, which must have come before the line breaks.
+    until(lambda: "What is asked before the line breaks?" in page.inner_text("#oc-chat"))
     page.fill("#oc-question textarea", "And what is being typed")
     if how == "cut":
         wire.cut()

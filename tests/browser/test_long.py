@@ -71,7 +71,8 @@ def _processor(page: Page) -> Callable[[], float]:
 def test_a_long_answer_costs_what_it_adds(start_site: Callable[[Script], Site], open_page: Callable[..., Page]) -> None:
     script = Script(chunk_s=0.0, token_s=0.001, capacity=20_000)
     while len(script.tokenizer.encode_text(script.answer)) < TOKENS:
-        script.answer += "".join(PART.replace("{n}", str(len(script.answer))) for _ in range(20))
+        for _ in range(20):  # each section with a number of its own: an answer that repeats itself is ended
+            script.answer += PART.replace("{n}", str(len(script.answer)))
     site = start_site(script)
     page = open_page(site.url)
     state(page, "idle")
