@@ -67,8 +67,16 @@ class Handlers:
         """A page was closed or reloaded."""
         self.sessions.leave(request.session_hash or "")
 
-    async def asked(self, session: Session, question: str) -> AsyncIterator[Changes]:
+    async def _session(self, known: Session | None, request: gr.Request) -> Session:
+        """The session of the page that something was used on, be it before the page had word of its session."""
+        session = known or await self.sessions.of(request.session_hash or "")
+        if session is None:
+            raise gr.Error("This page is not known here any more. Load it again.", print_exception=False)
+        return session
+
+    async def asked(self, known: Session | None, question: str, request: gr.Request) -> AsyncIterator[Changes]:
         """A question was sent. What does not fit is said at once, and the question stays in its box."""
+        session = await self._session(known, request)
         parts, conversation = self.parts, session.conversation
         if (running := conversation.running) is not None and not running.stopping:
             yield {parts.strip: strip.running(running)}
@@ -93,8 +101,9 @@ class Handlers:
         await asyncio.to_thread(conversation.ask, without_halves(question).strip(), instead_of)
         self.sessions.changed(session.owner)
 
-    def stopped(self, session: Session) -> Changes:
+    async def stopped(self, known: Session | None, request: gr.Request) -> Changes:
         """Stop was pressed."""
+        session = await self._session(known, request)
         parts = self.parts
         session.conversation.stop()
         if (running := session.conversation.running) is None:
@@ -104,8 +113,9 @@ class Handlers:
             parts.question: gr.Textbox(**IDLE),
         }
 
-    def cleared(self, session: Session) -> Changes:
+    async def cleared(self, known: Session | None, request: gr.Request) -> Changes:
         """A new chat was asked for."""
+        session = await self._session(known, request)
         self.sessions.clear(session)
         return self._nothing()
 
@@ -113,8 +123,9 @@ class Handlers:
         """What a handler gives that changes nothing itself: without a word from it, every part would be emptied."""
         return {self.parts.tab: gr.skip()}
 
-    async def acted(self, session: Session, event: gr.EventData) -> AsyncIterator[Changes]:
+    async def acted(self, known: Session | None, event: gr.EventData, request: gr.Request) -> AsyncIterator[Changes]:
         """Something was done to a chat, a turn or a document of the library."""
+        session = await self._session(known, request)
         yield self._nothing()
         try:
             async for changes in self._act(session, event):
@@ -214,8 +225,9 @@ class Handlers:
                 self.service.library.sweep(self.service.forget)
         self.sessions.changed(owner)
 
-    async def added(self, session: Session, event: gr.EventData) -> AsyncIterator[Changes]:
+    async def added(self, known: Session | None, event: gr.EventData, request: gr.Request) -> AsyncIterator[Changes]:
         """Files have arrived: read them one after another, then say what they need."""
+        session = await self._session(known, request)
         parts, conversation = self.parts, session.conversation
         arrived = []
         for upload_id, name in files(event):
@@ -245,21 +257,24 @@ class Handlers:
         attachment.last = len(document.pages)
         attachment.document = document
 
-    async def removed(self, session: Session, event: gr.EventData) -> Changes:
+    async def removed(self, known: Session | None, event: gr.EventData, request: gr.Request) -> Changes:
         """A document was taken off the shelf."""
+        session = await self._session(known, request)
         wanted, conversation = field(event, "id"), session.conversation
         conversation.shelf = [attachment for attachment in conversation.shelf if attachment.id != wanted]
         return await self.draw.after_documents(session)
 
-    async def paged(self, session: Session, event: gr.EventData) -> Changes:
+    async def paged(self, known: Session | None, event: gr.EventData, request: gr.Request) -> Changes:
         """Other pages of a document were chosen."""
+        session = await self._session(known, request)
         for attachment in session.conversation.readable:
             if attachment.id == field(event, "id"):
                 attachment.choose(number(event, "first", attachment.first), number(event, "last", attachment.last))
         return await self.draw.after_documents(session)
 
-    async def suggested(self, session: Session) -> Changes:
+    async def suggested(self, known: Session | None, request: gr.Request) -> Changes:
         """The pages that should fit were accepted."""
+        session = await self._session(known, request)
         conversation = session.conversation
         try:
             suggestion = conversation.suggest(await asyncio.to_thread(conversation.plan))

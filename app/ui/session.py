@@ -18,6 +18,7 @@ REMEMBER_S = 600.0
 # An answer that no page shows goes on, so that a reload or a dropped connection loses nothing; after this time it gives
 # way when somebody else waits for the engine.
 UNWATCHED_S = 15.0
+OPEN_S = 30.0  # that what is used on a page waits at most until the page is known
 TURNS = 30  # that a page holds at first, and how many more it gets when somebody asks for earlier ones
 
 
@@ -93,6 +94,15 @@ class Sessions:
             self._sessions[session.token] = session
         session.page = page
         return session
+
+    async def of(self, page: str) -> Session | None:
+        """The session of a page, which is used before it is opened where machines are busy; None if it never is."""
+        for _ in range(int(OPEN_S / 0.05)):
+            for session in list(self._sessions.values()):
+                if session.page == page:
+                    return session
+            await asyncio.sleep(0.05)
+        return None
 
     def show(self, session: Session, chat_id: str) -> bool:
         """Have a tab show a saved chat, with its answer if one runs; false when it is not this browser's."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from itertools import count, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Page
@@ -13,6 +15,7 @@ from playwright.sync_api import Page
 from app.engine.types import Memory
 from app.errors import UsageError
 from app.ui.frame import welcome
+from app.ui.session import Session, Sessions
 from tests.browser.conftest import Site, add, ask, state, until
 from tests.browser.scripted import Script, ScriptedRunner
 
@@ -21,6 +24,7 @@ pytestmark = pytest.mark.browser
 Open = Callable[..., Page]
 Texts = Callable[..., Path]
 ANSWER = "#oc-chat .bot .prose"
+MESSAGE = "#oc-chat .bot"  # an answer in its pieces, with the note below it
 
 
 def test_document_question_and_streamed_answer(site: Site, open_page: Open, texts: Texts, tmp_path: Path) -> None:
@@ -64,7 +68,7 @@ def test_document_question_and_streamed_answer(site: Site, open_page: Open, text
     assert not page.is_visible(f"{ANSWER} img")
     before = site.script.chunks
     ask(page, "And again?")
-    until(lambda: page.locator("#oc-chat .bot").count() == 2)
+    until(lambda: page.locator(MESSAGE).count() == 2)
     state(page, "answering")
     assert site.script.chunks - before == 1
     state(page, "idle")
@@ -87,7 +91,7 @@ def test_stop_while_reading_then_a_new_question_at_once(site: Site, open_page: O
     page.click("#oc-question .stop-button")
     until(lambda: not site.service.busy, site.script.chunk_s + 1.0)
     state(page, "plan")
-    assert "Stopped." in page.inner_text(ANSWER)
+    assert page.locator(MESSAGE).count() == 1 and "Stopped." in page.inner_text(MESSAGE)
     assert "long.txt" in page.inner_text("#oc-shelf")  # was not read to the end, so it waits again
 
     ask(page, "First question?")
@@ -95,13 +99,13 @@ def test_stop_while_reading_then_a_new_question_at_once(site: Site, open_page: O
     page.keyboard.press("Escape")
     ask(page, "Second question?")
     state(page, "reading", "stopping", "starting")
-    until(lambda: page.locator("#oc-chat .bot").count() == 3)
+    until(lambda: page.locator(MESSAGE).count() == 3)
     state(page, "answering")
-    until(lambda: "vermilion" in page.locator(ANSWER).nth(2).inner_text())
+    until(lambda: "vermilion" in page.locator(MESSAGE).nth(2).inner_text())
     page.keyboard.press("Escape")
     state(page, "idle")
-    assert "vermilion" in page.locator(ANSWER).nth(2).inner_text()
-    assert "Stopped." in page.locator(ANSWER).nth(2).inner_text()
+    assert "vermilion" in page.locator(MESSAGE).nth(2).inner_text()
+    assert "Stopped." in page.locator(MESSAGE).nth(2).inner_text()
     assert not page.query_selector("#oc-shelf .oc-card")
 
 
@@ -224,7 +228,7 @@ def test_keys(site: Site, open_page: Open) -> None:
     state(page, "answering")
     page.keyboard.press("Escape")
     state(page, "idle")
-    assert "Stopped." in page.inner_text(ANSWER)
+    assert page.locator(MESSAGE).count() == 1 and "Stopped." in page.inner_text(MESSAGE)
     assert page.evaluate("document.activeElement.tagName") == "TEXTAREA"
     named = page.evaluate(
         "[...document.querySelectorAll('button, input, textarea')].filter(e => e.checkVisibility() && !(e.ariaLabel ||"
@@ -242,6 +246,26 @@ def test_loading_is_shown_and_a_question_waits_for_it(start_site: Callable[[Scri
     until(lambda: "Your question comes next" in page.inner_text("#oc-strip"))
     state(page, "answering")
     state(page, "idle")
+
+
+def test_a_page_is_used_before_it_is_known(
+    site: Site, open_page: Open, texts: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = Sessions.open
+
+    async def late(sessions: Sessions, *given: Any, **more: Any) -> Session:
+        await asyncio.sleep(4)
+        return await at_once(sessions, *given, **more)
+
+    monkeypatch.setattr(Sessions, "open", late)
+    asking, adding = open_page(site.url), open_page(site.url)
+    ask(asking, "Are you there?")
+    add(adding, texts("early.txt", "early", 1))
+    state(adding, "plan")
+    until(lambda: "early.txt" in adding.inner_text("#oc-shelf"))
+    asking.wait_for_selector("#oc-chat .user:has-text('Are you there?')")
+    state(asking, "answering")
+    state(asking, "idle")
 
 
 def test_the_first_page_tells_of_a_small_model(start_site: Callable[[Script], Site], open_page: Open) -> None:
@@ -274,9 +298,10 @@ def test_failures_are_told(start_site: Callable[[Script], Site], open_page: Open
     site.script.fail_decode = None
     state(page, "idle")
     ask(page, "And now?")
-    until(lambda: page.locator("#oc-chat .bot").count() == 2)
+    until(lambda: page.locator(MESSAGE).count() == 2)
     state(page, "idle")
-    assert "code word" in page.locator(ANSWER).nth(1).inner_text()
+    assert "code word" in page.locator(MESSAGE).nth(1).inner_text()
+    assert "Out of memory" not in page.locator(MESSAGE).nth(1).inner_text()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
