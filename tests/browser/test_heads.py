@@ -120,8 +120,10 @@ def test_the_library_is_offered_and_the_panel_lies_over_the_page(
     page.wait_for_selector("#oc-heads-picture .oc-heads-map", timeout=60_000)
     after = page.locator("#oc-welcome").bounding_box()
     assert before and after and after["height"] >= before["height"]  # nothing is squeezed
-    tops = [box["y"] for box in (e.bounding_box() for e in page.query_selector_all("#oc-heads-numbers input")) if box]
-    assert len(tops) == 3 and max(tops) - min(tops) < 1
+    numbers = page.locator("#oc-heads-numbers input")
+    until(lambda: numbers.count() == 3 and all(number.is_visible() for number in numbers.all()))  # after the picture
+    tops = [number.bounding_box()["y"] for number in numbers.all()]
+    assert max(tops) - min(tops) < 1
     page.click("#oc-self-test")
     page.wait_for_selector("#oc-depths .oc-lost", timeout=60_000)
     page.click("#oc-self-test-stop")

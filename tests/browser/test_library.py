@@ -18,6 +18,7 @@ Open = Callable[..., Page]
 Texts = Callable[..., Path]
 Start = Callable[..., Site]
 ANSWER = "#oc-chat .bot .prose"
+MESSAGE = "#oc-chat .bot"  # an answer in its pieces, with the note below it
 CHATS = "#oc-chats .oc-item"
 
 
@@ -145,12 +146,12 @@ def test_a_stopped_answer_is_continued(site: Site, open_page: Open) -> None:
     until(lambda: "code word" in page.inner_text(ANSWER))
     page.keyboard.press("Escape")
     state(page, "idle")
-    assert "Stopped." in page.inner_text(ANSWER)
-    begun = page.inner_text(ANSWER).split("Stopped.")[0].strip()
+    assert page.locator(MESSAGE).count() == 1 and "Stopped." in page.inner_text(MESSAGE)
+    begun = page.inner_text(MESSAGE).split("Stopped.")[0].strip()
     page.click("[aria-label='Continue answer 1']")
     state(page, "answering")
     state(page, "idle")
-    text = page.inner_text(ANSWER)
+    text = page.inner_text(MESSAGE)
     assert text.startswith(begun[:15])
     assert "Stopped." not in text
     assert page.locator("#oc-chat .bot-row").count() == 1
