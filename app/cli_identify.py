@@ -64,6 +64,7 @@ def identify(settings: Settings, flags: Namespace) -> int:
     every = np.ones((checkpoint.config.num_layers, checkpoint.config.num_kv_heads), dtype=np.bool_)
     shape = CacheShape.for_model(checkpoint.config, every, "fp32", recipe.sink, recipe.recent, device)
     decoder = load_decoder(checkpoint, every, "fp32", shape, device)
+    out.mkdir(parents=True, exist_ok=True)
     run = _Run(decoder, maker, recipe, ratio, longest, seed)
 
     figures: dict[str, Any] = {"model": files.name, "sink": recipe.sink, "recent": recipe.recent, "seed": seed}

@@ -10,12 +10,14 @@ from app.errors import UsageError
 
 
 def folder_to_write(flag: str, folder: Path) -> None:
-    """Make the directory, and see that a file can be written into it; raises UsageError naming the flag."""
+    """See that files can be written into the directory or where it would be made; raises UsageError with the flag."""
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{flag}: {folder} is a file; name a directory.")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        place = folder
+        while not place.exists():
+            place = place.parent
+        with tempfile.TemporaryFile(dir=place):
             pass
     except OSError as error:
         raise UsageError(
