@@ -40,7 +40,7 @@ _READS = ("GET", "HEAD", "OPTIONS")
 MAX_BODY = 64 << 20  # of a request that is no upload: ten times a prompt of 4 million tokens is far less
 _FREE_ATTEMPTS = 5  # wrong ones before there is a wait; it doubles from 1 s with each one more
 _LONGEST_WAIT_S = 60.0
-_REMEMBERED = 10_000  # addresses
+_REMEMBERED = 10_000  # addresses, names
 # Of one person's name from all addresses together, but for those where that person's password was right before.
 _FREE_TOGETHER = 20
 _PAUSE_TOGETHER_S = 5.0
@@ -103,7 +103,7 @@ class Attempts:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._failed: OrderedDict[tuple[str, str], tuple[int, float]] = OrderedDict()  # how many, and when the next may
-        self._together: dict[str, tuple[int, float]] = {}  # by name: how many, and when the last one was
+        self._together: OrderedDict[str, tuple[int, float]] = OrderedDict()  # by name: how many, when the last one was
         self._right: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def wait(self, address: str, claimed: str) -> float:
@@ -124,8 +124,10 @@ class Attempts:
         while len(self._failed) > _REMEMBERED:
             self._failed.popitem(last=False)
         if claimed.startswith("user "):  # one of somebody, else it is "nobody"
-            before, last = self._together.get(claimed, (0, now))
+            before, last = self._together.pop(claimed, (0, now))
             self._together[claimed] = (before + 1 if now - last < _FORGOTTEN_S else 1), now
+            while len(self._together) > _REMEMBERED:
+                self._together.popitem(last=False)
 
     def succeeded(self, address: str, claimed: str) -> None:
         """An attempt was right: what was wrong before no longer counts."""
