@@ -38,14 +38,17 @@ def round_weight(weight: Tensor, gram: Tensor) -> QuantizedWeight:
     """int8 codes of weight [out, in] whose rounding errors cancel on activations of this gram matrix [in, in].
 
     Column by column, the strongest input first, each error is spread over the columns that are still to come (GPTQ,
-    Frantar et al., 2022, arXiv 2210.17323). The scales are those of plain rounding.
+    Frantar et al., 2022, arXiv 2210.17323). The scales are those of plain rounding. `gram` is used up: for the widest
+    layers it is the largest thing in memory.
     """
     weight = weight.float()
     nearest = quantize_weight(weight)
     scale = nearest[1]
     columns = weight.shape[1]
     order = gram.diagonal().argsort(descending=True)
-    upper = _inverse_root(gram[order][:, order])
+    mirrored = order.flip(0)
+    gram.copy_(gram.index_select(0, mirrored).index_select(1, mirrored))
+    upper = _inverse_root(gram)
     if upper is None:
         return QuantizedWeight(*nearest)
     left = weight.T[order]  # [in, out]: a column's neighbours in memory are of the same column
@@ -73,21 +76,26 @@ def _round_columns(left: Tensor, upper: Tensor, scale: Tensor, codes: Tensor, er
         left[at + 1 :].addr_(upper[at, at + 1 :], errors[at], alpha=-1)
 
 
-def _inverse_root(gram: Tensor) -> Tensor | None:
-    """Upper Cholesky factor of the damped gram's inverse, fp32; None where the sample says nothing."""
-    size = gram.shape[0]
-    mean = gram.diagonal().mean().item()
+def _inverse_root(mirrored: Tensor) -> Tensor | None:
+    """Upper Cholesky factor of a damped gram matrix's inverse, fp32; None where the sample says nothing.
+
+    The matrix comes with its rows and columns in reverse, and is used up. It is M M^T with an upper M, which its mirror
+    image gives, and its inverse has the factor M^-1. Three matrices of its size are in memory, no more.
+    """
+    mean = mirrored.diagonal().mean().item()
     if not mean > 0:
         return None
-    dtype = torch.float64 if size <= _WIDEST_DOUBLE else torch.float32
+    work = mirrored.to(torch.float64 if mirrored.shape[0] <= _WIDEST_DOUBLE else torch.float32)
+    damped = 0.0
     for damping in (_DAMPING, 10 * _DAMPING, 100 * _DAMPING):
-        # The gram is M M^T with an upper M, found from its mirror image, and its inverse has the factor M^-1.
-        work = gram.flip(0, 1).to(dtype)  # three matrices of this size at a time, no more
-        work.diagonal().add_(damping * mean)
-        work, failed = torch.linalg.cholesky_ex(work)
+        work.diagonal().add_((damping - damped) * mean)
+        damped = damping
+        lower, failed = torch.linalg.cholesky_ex(work)
         if not failed:
-            identity = torch.eye(size, dtype=dtype, device=gram.device)
-            return torch.linalg.solve_triangular(work.flip(0, 1), identity, upper=True).to(torch.float32)
+            upper = lower.flip(0, 1)
+            del lower
+            work.zero_().fill_diagonal_(1)
+            return torch.linalg.solve_triangular(upper, work, upper=True, out=work).to(torch.float32)
     return None
 
 
