@@ -45,7 +45,7 @@ def test_ask_the_embedded_model(url: str, open_page: Callable[..., Page], tmp_pa
     add(page, tmp_path / "ledger.txt")
     state(page, "plan")
     assert "about" in page.inner_text("#oc-strip")
-    ask(page, "What is the pass key?")
+    ask(page, "Which number is the pass key?")  # asked what it is, so small a model may explain what pass keys are
     state(page, "reading")
     state(page, "answering", seconds=120)
     until(lambda: "73914" in page.inner_text(ANSWER), 60)
