@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from app.service import ChatService
 from app.ui import drawing, frame, sidebar, status, strip
+from app.ui.changes import Page
 from app.ui.handlers import Handlers
 from app.ui.heads import heads_panel
 from app.ui.parts import IDLE, Parts
@@ -27,7 +28,7 @@ _FORMULAS: list[dict[str, str | bool]] = [
 
 def build_page(service: ChatService, loading: Loading, uploads: Uploads) -> gr.Blocks:
     """The Gradio page over a service."""
-    with gr.Blocks(title="Octavo", analytics_enabled=False, fill_height=True) as page:
+    with Page(title="Octavo", analytics_enabled=False, fill_height=True) as page:
         tab, browser, arrival, pulse = (gr.Textbox(visible=False) for _ in range(4))
         header = gr.HTML(
             frame.header(uploads.max_bytes, drawing.QUIET_S),
