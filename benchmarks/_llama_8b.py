@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from app.config import Settings
+from app.config import DEFAULT_HUB_MODEL, Settings
 from app.engine.sizing import resolve_shape
 from models.build import Build, build_decoder
 from models.cache.duo import DuoCache
@@ -18,24 +18,12 @@ from models.cache.shape import CacheShape
 from models.config import ModelConfig
 from models.decoder import Decoder
 from models.heads import HeadPattern
+from models.known import KNOWN_CONFIGS
 from quant.formats import QuantizedWeight
 from quant.w8a8 import DenseLinear, W8A8Linear
 
-WINDOW = 4_194_304
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "vocab_size": 128_256,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": WINDOW,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 45_845_420_000.0,
-}
+LLAMA_8B = KNOWN_CONFIGS[DEFAULT_HUB_MODEL]
+WINDOW = LLAMA_8B["max_position_embeddings"]
 # Retrieval heads a layer of the published Gradient-4194k pattern at 50 %: without that pattern, as many in each layer.
 HEADS = (2, 1, 3, 0, 2, 5, 2, 4, 5, 3, 4, 4, 1, 6, 4, 5, 5, 6, 4, 3, 6, 4, 5, 5, 5, 5, 5, 6, 5, 5, 8, 0)
 
