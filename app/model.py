@@ -18,7 +18,7 @@ from app.engine.runner import build_runner
 from app.engine.sizing import CHUNKS, resolve_shape
 from app.errors import OctavoError, UsageError
 from app.head_costs import Heads
-from app.kv_bits import head_losses
+from app.measured_heads import measured_heads
 from app.tokenizer import TextTokenizer, Tokenizer
 from models.cache.plan import MemoryPlan, plan_memory
 from models.cache.shape import CacheShape
@@ -103,18 +103,13 @@ def open_model(settings: Settings, progress: LoadProgress) -> OpenModel:
     note = files.note
     if settings.mode == "duo" and settings.kv == "kv4" and (warning := key_warning(checkpoint)):
         note = f"{note} {warning}".strip()
-    losses = None
-    if settings.kv_bits is not None and settings.mode == "duo":
-        measuring = lambda done: progress("Measuring what 4 bits cost each head", 0.1 * done)  # noqa: E731
-        losses = head_losses(
-            checkpoint,
-            tokenizer,
-            settings.cache_dir,
-            torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-            measuring,
-        )
+    measured = None
+    if settings.mode == "duo" and settings.kv in ("kv4", "kv8"):
+        measuring = lambda done: progress("Measuring the heads' keys, once", 0.1 * done)  # noqa: E731
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        measured = measured_heads(checkpoint, tokenizer, settings.cache_dir, device, measuring)
     reading = lambda done: progress("Reading the weights", 0.1 + 0.8 * done)  # noqa: E731
-    runner = build_runner(checkpoint, pattern, settings, reading, losses)
+    runner = build_runner(checkpoint, pattern, settings, reading, measured)
     progress("Preparing the kernels", 0.92)
     try:
         runner.warm_up()

@@ -39,8 +39,17 @@ def synthetic_pattern() -> HeadPattern:
 
 
 def w8a8_decoder(config: ModelConfig, mask: np.ndarray, rotated: bool, device: torch.device) -> Decoder:
-    """int8 layers with rotations, embedding and head in bf16."""
-    how = Build(mask, W8A8Linear.from_float, DenseLinear, lambda t: t.to(torch.bfloat16), rotated, True, device=device)
+    """int8 layers with rotations and centres of keys, embedding and head in bf16."""
+    how = Build(
+        mask,
+        W8A8Linear.from_float,
+        DenseLinear,
+        lambda t: t.to(torch.bfloat16),
+        rotated,
+        True,
+        device=device,
+        key_centres=torch.randn(config.num_layers, config.num_kv_heads, config.head_dim, device=device),
+    )
     return build_decoder(config, random_tensors(config, device), how)
 
 

@@ -22,6 +22,7 @@ from app.cli_quantize import TOKENS
 from app.config import EMBEDDED_MODEL, Settings
 from app.evaluation.quality import Quality, Variant, variants
 from app.evaluation.report import table
+from app.measured_heads import measured_heads
 from app.model import choose_pattern, find_model
 from app.tokenizer import Tokenizer
 from benchmarks._report import Bar, at_most, finish
@@ -29,6 +30,7 @@ from kernels.kv4_pack import KV4_LAYOUT
 from models.cache.shape import CacheShape
 from models.cache.store import HeadStore
 from models.checkpoint import Checkpoint, open_checkpoint
+from models.measured import MeasuredHeads
 from models.quantize import quantize_checkpoint
 from quant import formats, kv4
 
@@ -120,11 +122,12 @@ def main(argv: list[str]) -> int:
         took[name] = round(time.monotonic() - started - sum(took.values()), 2)
         print(f"{took[name]:7.2f} s  {name}", flush=True)
 
-    bench = Quality(checkpoint, pattern, ids, lengths, device)
+    measured = measured_heads(checkpoint, tokenizer, settings.cache_dir, device)
+    bench = Quality(checkpoint, pattern, ids, lengths, device, measured=measured)
     lap("bf16")
 
-    def measure(variant: Variant, other: Checkpoint | None = None) -> None:
-        scores = bench.measure(variant, other)
+    def measure(variant: Variant, other: Checkpoint | None = None, heads: MeasuredHeads | None = None) -> None:
+        scores = bench.measure(variant, other, heads)
         lap(variant.name)
         print(table(scores).split("\n", 1)[1], flush=True)
 
@@ -135,8 +138,9 @@ def main(argv: list[str]) -> int:
         quantize_checkpoint(checkpoint, out, sample, formats.metadata(files.name, "", about, None), device)
         lap("quantize")
         calibrated = open_checkpoint(out)
-        measure(Variant("w8a8, calibrated", "w8a8"), calibrated)
-        measure(Variant("w8a8, calibrated + kv4", "w8a8", "kv4"), calibrated)
+        heads = measured_heads(calibrated, tokenizer, Path(folder), device)
+        measure(Variant("w8a8, calibrated", "w8a8"), calibrated, heads)
+        measure(Variant("w8a8, calibrated + kv4", "w8a8", "kv4"), calibrated, heads)
     for variant in variants(pattern):
         if not args.bars_only or variant.name in ("w8a8", "kv4", "w8a8 + kv4"):
             measure(variant)

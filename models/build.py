@@ -14,6 +14,7 @@ from models.checkpoint import Checkpoint
 from models.config import ModelConfig
 from models.decoder import Decoder, Layer
 from models.errors import BadCheckpoint, UnsupportedModel
+from models.keys import key_centres
 from models.turn import FOLDED, rotate_values, turn_residual
 from quant import kv4, llm_int8
 from quant.formats import QuantizedWeight, as_float
@@ -36,7 +37,8 @@ class Build:
     puts unquantised tensors in their dtype and device. `rotate_values` folds the rotation of the heads' values into
     their projections; `rotate_residual` turns the whole residual stream, which takes the outliers out of what W8A8
     layers read (QuaRot, Ashkboos et al., 2024). `turned`: the checkpoint has both folded in already. `int8_embedding`
-    rounds the embedding, and the head with it; one that is in int8 already stays so.
+    rounds the embedding, and the head with it; one that is in int8 already stays so. `key_centres`: fp32 [layers,
+    kv_heads, head_dim], see models/keys.py, or None.
     """
 
     mask: np.ndarray
@@ -49,6 +51,7 @@ class Build:
     turned: bool = False
     wide: np.ndarray | None = None
     int8_embedding: bool = False
+    key_centres: Tensor | None = None
 
 
 def build_decoder(
@@ -116,10 +119,11 @@ def load_decoder(
     progress: Callable[[float], None] = lambda done: None,
     wide: np.ndarray | None = None,
     int8_embedding: bool = False,
+    key_means: Tensor | None = None,
 ) -> Decoder:
     """The decoder of a checkpoint with "w8a8", "bf16", "llm.int8" or (for comparisons) "fp32" weights on `device`.
 
-    A checkpoint that holds int8 weights is multiplied out for all but "w8a8".
+    A checkpoint that holds int8 weights is multiplied out for all but "w8a8". key_means: as `MeasuredHeads` has them.
     """
 
     form = checkpoint.int8_format
@@ -133,6 +137,10 @@ def load_decoder(
             return W8A8Linear.from_float(weight, bias)
         return DenseLinear(as_float(weight).to(torch.float32 if weights == "fp32" else torch.bfloat16), bias)
 
+    config = checkpoint.config
+    centres = None
+    if key_means is not None and shape.rotated:
+        centres = key_centres(key_means, config).to(device)
     how = Build(
         mask,
         linear,
@@ -145,8 +153,9 @@ def load_decoder(
         turned=form is not None and form.turned,
         wide=wide,
         int8_embedding=int8_embedding,
+        key_centres=centres,
     )
-    return build_decoder(checkpoint.config, checkpoint.tensors(), how, progress)
+    return build_decoder(config, checkpoint.tensors(), how, progress)
 
 
 def layer_from(config: ModelConfig, how: Build, index: int, parts: Parts) -> Layer:
@@ -158,7 +167,9 @@ def layer_from(config: ModelConfig, how: Build, index: int, parts: Parts) -> Lay
         if how.rotate_residual:
             turn_residual(config, plain)
         parts = {**plain}
-    return make_layer(config, parts, how.mask[index], how.make_linear, None if how.wide is None else how.wide[index])
+    wide = None if how.wide is None else how.wide[index]
+    centres = None if how.key_centres is None else how.key_centres[index]
+    return make_layer(config, parts, how.mask[index], how.make_linear, wide, centres)
 
 
 def make_layer(
@@ -167,8 +178,9 @@ def make_layer(
     mask: np.ndarray,
     make_linear: Callable[[Weight, Tensor | None], Linear],
     wide: np.ndarray | None = None,
+    centres: Tensor | None = None,
 ) -> Layer:
-    """A layer of its tensors by their names behind "model.layers.N."; mask and wide [kv_heads] as in `Build`."""
+    """A layer of its tensors by their names behind "model.layers.N."; the rest as in `Build`, of this layer."""
     d, group = config.head_dim, config.num_heads // config.num_kv_heads
     # Retrieval heads first, and of them those with 8 bits.
     order = torch.from_numpy(np.argsort(~mask if wide is None else 2 - mask.astype(int) - wide, kind="stable"))
@@ -204,6 +216,7 @@ def make_layer(
         norm("self_attn.q_norm", pairs),
         norm("self_attn.k_norm", pairs),
         int(mask.sum()),
+        None if centres is None else centres[order[: int(mask.sum())].to(centres.device)].contiguous(),
     )
 
 

@@ -32,6 +32,7 @@ class Layer:
     q_norm: Tensor | None
     k_norm: Tensor | None
     retrieval: int  # KV heads that keep everything
+    key_centres: Tensor | None = None  # fp32 [retrieval, d]: taken off their keys where those are rotated
 
 
 class Decoder:
@@ -133,7 +134,7 @@ class Decoder:
         return layer.qkv.prepare_normed(x, layer.attention_norm, self.config.norm_eps)
 
     def _place(self, layer: Layer, heads: Tensor, table: Tensor, rotated: bool) -> None:
-        """Positions for q and k of heads [n, heads + 2 kv_heads, d], and rotation for retrieval heads; in place."""
+        """Positions for q and k of heads [n, heads + 2 kv_heads, d]; retrieval heads rotated and centred; in place."""
         config = self.config
         with_positions = config.num_heads + config.num_kv_heads
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -145,7 +146,11 @@ class Decoder:
         turned = (
             ((0, with_positions),) if kept == config.num_heads else ((0, kept), (config.num_heads, layer.retrieval))
         )
-        self._placing.place(heads, table, with_positions, turned if rotated and kept else (), self._rotation)
+        if not (rotated and kept):
+            self._placing.place(heads, table, with_positions, (), self._rotation)
+            return
+        keys, centres = config.num_heads, layer.key_centres
+        self._placing.place(heads, table, with_positions, turned, self._rotation, keys, centres)
 
     def _mlp(self, layer: Layer, x: Tensor) -> None:
         """x += down(silu(gate) * up), in place."""

@@ -1,4 +1,4 @@
-"""Whether a model's keys can be kept in 4 bits, told from its weights alone."""
+"""What keys have in common, which is taken off before they are rounded; and whether they fit 4 bits all the same."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from models.checkpoint import Checkpoint
+from models.config import ModelConfig
+from models.rope import Rope
+from quant import kv4
 
 # Of a rotated head, whose entries are near normal: the range of 64 to 256 of them over 15 steps, and the root mean
 # square error of rounding to a step.
@@ -17,15 +20,29 @@ _ERROR = 0.09
 HARMLESS = 1.0
 
 
+def key_centres(means: Tensor, config: ModelConfig) -> Tensor:
+    """What is subtracted from the rotated keys of heads whose keys have these `means`, both fp32 [..., head_dim].
+
+    A vector that all keys of a head share adds the same to all its scores, and softmax does not see it; rounded to 4
+    bits it costs as much as what tells keys apart. Only pairs that hardly turn over the whole context share one.
+    means: without positions, pairs as neighbours. As SageAttention (Zhang et al., 2024) does inside a kernel.
+    """
+    still = Rope(config.rope, config.head_dim, config.max_positions).still().to(means.device)
+    pairs = torch.view_as_complex(means.float().unflatten(-1, (-1, 2)).contiguous()) * still
+    return torch.view_as_real(pairs).flatten(-2) @ kv4.rotation(means.shape[-1]).to(means.device)
+
+
 def score_errors(checkpoint: Checkpoint) -> Tensor:
     """The error [layers, kv_heads] of an attention score that 4-bit keys cause, estimated for normed inputs.
 
     A key's rounding error grows with its length, that of a score with the query's too: error * |q| |k| / d. Lengths are
-    those that weights and biases give to inputs whose channels are alike; a bias as large as Qwen's dominates them.
+    those that weights and biases give to inputs whose channels are alike; a bias as large as Qwen's dominates them,
+    where `key_centres` leaves it.
     """
     config = checkpoint.config
     group = config.num_heads // config.num_kv_heads
     names = set(checkpoint.names())
+    turns = Rope(config.rope, config.head_dim, config.max_positions).still() == 0
     rows = []
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
@@ -43,7 +60,10 @@ def score_errors(checkpoint: Checkpoint) -> Tensor:
             weight = checkpoint.load_float(f"{heads}proj.weight").float()
             energy = (weight if norm is None else weight * norm).square().sum(1)
             if config.qkv_bias:
-                energy = energy + checkpoint.load_float(f"{heads}proj.bias").float().square()
+                bias = checkpoint.load_float(f"{heads}proj.bias").float()
+                if name == "k":  # of it, only what turns with the position stays in the keys
+                    bias = (bias.unflatten(0, (-1, 2, len(turns))) * turns).flatten()
+                energy = energy + bias.square()
             lengths.append(energy.unflatten(0, (-1, config.head_dim)).sum(1))
         q, k = lengths
         rows.append((q.unflatten(0, (-1, group)).mean(1) * k).sqrt() * (_ERROR / config.head_dim))

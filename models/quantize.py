@@ -27,9 +27,10 @@ from models.cache.shape import CacheShape
 from models.checkpoint import Checkpoint, open_checkpoint
 from models.decoder import Decoder, Layer
 from models.errors import UnsupportedModel
-from models.losses import layer_losses
+from models.measured import FILE as HEADS
+from models.measured import MeasuredHeads, measure_layer
 from models.turn import rotate_values, scale_gated, scale_values, turn_gated, turn_residual
-from quant import formats, kv4
+from quant import kv4
 from quant.calibrate import balance, gram, product_error, round_weight
 from quant.formats import OWN, QuantizedWeight
 from quant.w8a8 import DenseLinear, Rows, W8A8Linear, quantize_weight
@@ -84,10 +85,9 @@ def quantize_checkpoint(
         lambda: {k: v for name, end in ends.items() for k, v in end(name, checkpoint.load_float(name)).items()},
     )
     _write_index(work, names)
-    told = dict(described)
     if calibration is not None:
-        told[formats.LOSSES] = [[float(f"{loss:.4g}") for loss in row] for row in calibration.losses]
-    section = {**config.to_hf(), "quantization_config": told}
+        MeasuredHeads(torch.stack(calibration.losses), torch.stack(calibration.key_means)).save(work / HEADS)
+    section = {**config.to_hf(), "quantization_config": dict(described)}
     (work / "config.json").write_text(json.dumps(section, indent=2) + "\n")
     finish(work)
     (work / _JOB).unlink()
@@ -148,9 +148,8 @@ def _narrow_end(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 def _rounded_end(name: str, weight: Tensor) -> dict[str, Tensor]:
     """In int8, some rows at a time: the whole in fp32 would be the largest thing in memory."""
-    parts = [quantize_weight(rows) for rows in weight.split(8192)]
-    rounded = QuantizedWeight(*(torch.cat(each) for each in zip(*parts, strict=True)))
-    return _stored({name: rounded}, "")
+    rounded = [QuantizedWeight(*quantize_weight(rows)) for rows in weight.split(8192)]
+    return _stored({name: QuantizedWeight.join(rounded)}, "")
 
 
 def _float_layer(checkpoint: Checkpoint, prefix: str, device: torch.device) -> dict[str, Tensor]:
@@ -237,7 +236,9 @@ class _Calibration:
         embedding = checkpoint.load_float(_EMBEDDING)
         self._states = [embedding[ids].to(device).float() for ids in sample]
         self._turn = kv4.rotation(self._config.hidden_size).to(device)
-        self.losses: list[list[float]] = []  # of the KV heads of each layer so far, see models/losses.py
+        # of the KV heads of each layer so far, see models/measured.py
+        self.losses: list[Tensor] = []
+        self.key_means: list[Tensor] = []
 
     def quantize(self, parts: dict[str, Tensor]) -> Parts:
         """The layer in int8, its scales and rounding chosen; the sample then moves through it."""
@@ -297,8 +298,9 @@ class _Calibration:
     def advance(self, parts: Parts) -> None:
         """Moves the sample through a quantised layer, and measures its heads on the first text."""
         layer = make_layer(self._config, dict(parts), self._mask, W8A8Linear.from_float)
-        losses, _ = layer_losses(self._config, layer, self._states[0], self._turn)
-        self.losses.append(losses.tolist())
+        losses, means, _ = measure_layer(self._config, layer, self._states[0], self._turn)
+        self.losses.append(losses)
+        self.key_means.append(means)
         self._states = self._run(layer)
 
     def _run(self, layer: Layer) -> list[Tensor]:

@@ -9,6 +9,9 @@ import torch
 from models.config import RopeConfig
 from models.upload import upload
 
+_SPREAD, _GOLDEN = 4096, 0.6180339887498949  # positions for a mean
+_STILL = 0.8  # length of the mean of unit numbers spread over two radians
+
 
 class Rope:
     """Unit complex numbers (times yarn's attention factor) that rotate adjacent pairs of a head.
@@ -43,6 +46,14 @@ class Rope:
         steps = upload(positions, target).to(torch.float64)
         phases = steps[:, None] * self._frequencies(steps, seq_len)
         return torch.polar(torch.full_like(phases, self.attention_factor), phases).to(torch.complex64)
+
+    def still(self) -> torch.Tensor:
+        """Mean of the table over the whole context, complex64 [head_dim / 2], of the pairs that turn by less than about
+        two radians in all of it; 0 for the others, which are nowhere near their mean for long.
+        """
+        spread = torch.arange(_SPREAD, dtype=torch.float64) * _GOLDEN % 1  # even, and in step with no frequency
+        mean = self.table((spread * self.max_positions).long()).mean(0)
+        return torch.where(mean.abs() > _STILL * self.attention_factor, mean, 0)
 
     def _frequencies(self, steps: torch.Tensor, seq_len: int | None) -> torch.Tensor:
         """float64 [head_dim / 2], or [L, head_dim / 2] where every position has its own."""

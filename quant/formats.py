@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 METHOD, VERSION = "octavo", 1  # of config.json's quantization_config
-LOSSES = "kv4_losses"  # there: what 4 bits cost each KV head on the calibration text, [layers, kv_heads]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from kernels.act_quant.ref import gated, quantize_rows, turned
 from kernels.gemv import GEMV
 from kernels.int8_gemm import INT8_GEMM
 from kernels.norm_rope import rms_norm
+from quant import kv4
 from quant.formats import QuantizedWeight
 
 
@@ -166,7 +167,10 @@ class W8A8Head:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._exact = weight
-        self._coarse = W8A8Linear.from_float(weight)
+        # Turned as the layers are: what is read here has a few large channels, which would take the others' codes.
+        turned = (kv4.rotate(rows.float()) for rows in weight.split(8192))
+        codes = QuantizedWeight.join([QuantizedWeight(*quantize_weight(rows)) for rows in turned])
+        self._coarse = W8A8Linear.from_float(codes)
         self.bias = bias
         self.nbytes = weight.nbytes + self._coarse.nbytes
 
@@ -177,7 +181,7 @@ class W8A8Head:
         return Rows(rms_norm(x, weight, eps))
 
     def raw(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
-        logits = self._coarse(self._coarse.prepare(rows.values))
+        logits = self._coarse(self._coarse.prepare(kv4.rotate(rows.values)))
         best = logits.topk(min(self._AGAIN, logits.shape[-1]), -1, sorted=False).indices
         again = torch.einsum("nki,ni->nk", self._exact[best].float(), rows.values)
         return logits.scatter_(-1, best, again), None

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from app.config import Settings
 from app.engine.graph import DecodeGraph
@@ -42,6 +43,7 @@ from models.errors import PoolExhausted
 from models.evidence import Looked, Question, Watch, find_heads, weigh
 from models.fingerprint import fingerprint
 from models.heads import HeadPattern
+from models.measured import MeasuredHeads
 from models.rope import EndlessRope, Rope
 
 log = logging.getLogger(__name__)
@@ -339,7 +341,7 @@ def build_runner(
     pattern: HeadPattern | None,
     settings: Settings,
     progress: Callable[[float], None] = lambda done: None,
-    losses: np.ndarray | None = None,
+    measured: MeasuredHeads | None = None,
 ) -> Runner:
     """Loads a checkpoint with everything resolved; raises DoesNotFit with both numbers before loading."""
     if settings.threads is not None:
@@ -347,11 +349,12 @@ def build_runner(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     compiled.keep_in(settings.cache_dir / "kernels")
     config = checkpoint.config
+    losses, means = (None, None) if measured is None else (measured.losses, measured.key_means)
     mask, shape = resolve_shape(config, pattern, settings, device, losses)
     wide = resolve_wide(config, mask, settings, losses)
     plan, chunk = fit(config, shape, settings, device, free_bytes(device))
     decoder = load_decoder(
-        checkpoint, mask, settings.weights, shape, device, progress, wide, settings.embedding == "int8"
+        checkpoint, mask, settings.weights, shape, device, progress, wide, settings.embedding == "int8", means
     )
     if settings.mode == "endless":
         decoder.rope = EndlessRope(Rope(config.rope, config.head_dim, config.max_positions), plan.context)
@@ -372,11 +375,16 @@ def build_runner(
         "chunk": chunk,
         "backends": {row["kernel"]: row["chosen"] for row in kernel_report(device, shape, settings.mode == "endless")},
     }
-    return Runner(decoder, pool, plan, chunk, described, _snapshots(checkpoint, mask, wide, settings, pool))
+    return Runner(decoder, pool, plan, chunk, described, _snapshots(checkpoint, mask, wide, means, settings, pool))
 
 
 def _snapshots(
-    checkpoint: Checkpoint, mask: np.ndarray, wide: np.ndarray | None, settings: Settings, pool: BlockPool
+    checkpoint: Checkpoint,
+    mask: np.ndarray,
+    wide: np.ndarray | None,
+    key_means: Tensor | None,
+    settings: Settings,
+    pool: BlockPool,
 ) -> SnapshotStore | None:
     """The saved caches, of which those fit that come from the same weights, heads, formats and kind of device."""
     if settings.mode == "endless":
@@ -398,6 +406,7 @@ def _snapshots(
             settings.embedding,
             mask.tobytes(),
             b"" if wide is None else wide.tobytes(),
+            b"" if key_means is None else key_means.numpy().tobytes(),
             pool.shape,
             # The panels of one layout differ by the processor's vectors.
             [(store.layout.__name__, store.layout.value_panels(pool.shape.head_dim)) for store in pool.stores],

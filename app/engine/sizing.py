@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import psutil
 import torch
+from torch import Tensor
 
 from app.config import Settings
 from app.errors import UsageError
@@ -17,7 +18,7 @@ from models.cache.shape import CacheShape
 from models.config import ModelConfig
 from models.errors import DoesNotFit
 from models.heads import HeadPattern
-from models.losses import choose_wide
+from models.measured import choose_wide
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +36,11 @@ def resolve_shape(
     pattern: HeadPattern | None,
     settings: Settings,
     device: torch.device,
-    losses: np.ndarray | None = None,
+    losses: Tensor | None = None,
 ) -> tuple[np.ndarray, CacheShape]:
     """The retrieval mask [layers, kv_heads] and the cache's shape; without a pattern every head keeps everything.
 
-    losses: of each head, see models/losses.py; they say which heads --kv-bits gives 8 bits, not how many.
+    losses: of each head, see models/measured.py; they say which heads --kv-bits gives 8 bits, not how many.
     """
     if settings.mode == "endless":
         return _endless_shape(config, settings, device)
@@ -55,9 +56,7 @@ def resolve_shape(
     return mask, CacheShape.for_model(config, mask, settings.kv, sink, recent, device, wide)
 
 
-def resolve_wide(
-    config: ModelConfig, mask: np.ndarray, settings: Settings, losses: np.ndarray | None
-) -> np.ndarray | None:
+def resolve_wide(config: ModelConfig, mask: np.ndarray, settings: Settings, losses: Tensor | None) -> np.ndarray | None:
     """Which of the retrieval heads keep 8 bits of a 4-bit cache, bool [layers, kv_heads]; None where none was asked."""
     if settings.kv_bits is None or settings.mode == "endless":
         return None

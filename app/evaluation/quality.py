@@ -19,7 +19,8 @@ from models.cache.shape import CacheShape
 from models.checkpoint import Checkpoint
 from models.decoder import Decoder
 from models.heads import HeadPattern
-from models.losses import choose_wide
+from models.keys import key_centres
+from models.measured import MeasuredHeads, choose_wide
 from quant import kv4
 from quant.llm_int8 import missing as bitsandbytes_missing
 
@@ -94,7 +95,8 @@ class Score:
 class Quality:
     """Scores variants of a checkpoint on token ids; `reference` (default: the same checkpoint) runs in bf16.
 
-    losses: which heads get 8 bits where a variant gives some (models/losses.py).
+    measured: the checkpoint's heads, whose mean keys come off where keys are rotated, and whose losses tell which heads
+    get 8 bits where a variant gives some.
     """
 
     def __init__(
@@ -105,19 +107,20 @@ class Quality:
         lengths: Sequence[int],
         device: torch.device,
         reference: Checkpoint | None = None,
-        losses: np.ndarray | None = None,
+        measured: MeasuredHeads | None = None,
         progress: Progress = lambda stage, done: None,
     ) -> None:
         self.checkpoint = checkpoint
         self.pattern = pattern
         self.device = device
-        self._losses_of_heads = losses
+        self._measured = measured
         self._progress = progress
         tokens = torch.tensor(ids, dtype=torch.int64)
         self._windows = {length: _cut(tokens, length) for length in lengths}
         exact = reference or checkpoint
-        decoder, shape = self._load(exact, REFERENCE)
-        self.head_errors = _HeadErrors(decoder, shape)
+        decoder, shape = self._load(exact, REFERENCE, None)
+        centres = None if measured is None else key_centres(measured.key_means, exact.config).to(device)
+        self.head_errors = _HeadErrors(decoder, shape, centres)
         self._hidden: dict[int, list[Tensor]] = {}
         for length, windows in self._windows.items():
             self._progress(f"{REFERENCE.name}, {length} tokens", 0.0)
@@ -128,9 +131,12 @@ class Quality:
         self._losses: dict[int, float] = {}
         self.scores = [self._score(REFERENCE.name, decoder, length) for length in lengths]
 
-    def measure(self, variant: Variant, checkpoint: Checkpoint | None = None) -> list[Score]:
-        """The variant's scores at each length, also kept in `scores`."""
-        decoder, shape = self._load(checkpoint or self.checkpoint, variant)
+    def measure(
+        self, variant: Variant, checkpoint: Checkpoint | None = None, measured: MeasuredHeads | None = None
+    ) -> list[Score]:
+        """The variant's scores at each length, also kept in `scores`; of another checkpoint with its own heads."""
+        heads = self._measured if checkpoint is None else measured
+        decoder, shape = self._load(checkpoint or self.checkpoint, variant, heads)
         done = []
         for length, windows in self._windows.items():
             self._progress(f"{variant.name}, {length} tokens", 0.0)
@@ -139,16 +145,21 @@ class Quality:
         self.scores += done
         return done
 
-    def _load(self, checkpoint: Checkpoint, variant: Variant) -> tuple[Decoder, CacheShape]:
+    def _load(
+        self, checkpoint: Checkpoint, variant: Variant, measured: MeasuredHeads | None
+    ) -> tuple[Decoder, CacheShape]:
         config = checkpoint.config
         pattern = self.pattern or HeadPattern.all_retrieval(config)
         mask = pattern.retrieval_mask(variant.ratio) if variant.ratio < 1 else np.ones_like(pattern.scores, dtype=bool)
         wide = None
         if variant.kv_bits is not None:
-            wide = choose_wide(mask, self._losses_of_heads, variant.kv_bits, config.head_dim)
+            losses = None if measured is None else measured.losses
+            wide = choose_wide(mask, losses, variant.kv_bits, config.head_dim)
         shape = CacheShape.for_model(config, mask, variant.kv, pattern.sink, pattern.recent, self.device, wide)
         shape = replace(shape, rotate=variant.rotate)
-        return load_decoder(checkpoint, mask, variant.weights, shape, self.device, wide=wide), shape
+        means = None if measured is None else measured.key_means
+        decoder = load_decoder(checkpoint, mask, variant.weights, shape, self.device, wide=wide, key_means=means)
+        return decoder, shape
 
     def _read(self, decoder: Decoder, shape: CacheShape, window: Tensor, watch: _HeadErrors | None = None) -> Tensor:
         """Hidden states [n, hidden] behind a fresh cache."""
@@ -198,8 +209,9 @@ class _WatchedCache(DuoCache):
 class _HeadErrors:
     """What 4 bits do to each head's keys and values, on the first chunk of every window of the reference."""
 
-    def __init__(self, decoder: Decoder, shape: CacheShape) -> None:
+    def __init__(self, decoder: Decoder, shape: CacheShape, key_centres: Tensor | None) -> None:
         config = decoder.config
+        self._centres = key_centres
         self._turn = kv4.rotation(config.head_dim).to(decoder.device)
         self._group = shape.group
         self._sums = torch.zeros(config.num_layers, config.num_kv_heads, 9, dtype=torch.float64)
@@ -212,6 +224,8 @@ class _HeadErrors:
         for name, x in (("k", k), ("v", v)):
             for turn in (False, True):
                 y = x @ self._turn if turn else x
+                if turn and name == "k" and self._centres is not None:
+                    y -= self._centres[layer, :, None]
                 codes, scales = kv4.quantize(y, 4)
                 error = kv4.dequantize(codes, scales[..., :1], scales[..., 1:], torch.float32) - y
                 errors[name, turn] = error

@@ -15,7 +15,7 @@ from app.calibration import sample_texts
 from app.config import Settings
 from app.errors import UsageError
 from app.evaluation.quality import Quality, Score, variants
-from app.kv_bits import head_losses
+from app.measured_heads import measured_heads
 from app.model import choose_pattern, find_model
 from app.status_line import StatusLine
 from app.tokenizer import Tokenizer
@@ -55,10 +55,8 @@ def quality(settings: Settings, args: argparse.Namespace) -> int:
     status = StatusLine(sys.stderr)
     telling = lambda stage, done: status.show(f"Reading: {stage}")  # noqa: E731
     try:
-        losses = None
-        if settings.kv_bits is not None:
-            losses = head_losses(checkpoint, tokenizer, settings.cache_dir, device)
-        bench = Quality(checkpoint, pattern, ids, lengths, device, reference, losses, telling)
+        measured = measured_heads(checkpoint, tokenizer, settings.cache_dir, device)
+        bench = Quality(checkpoint, pattern, ids, lengths, device, reference, measured, telling)
         for name, variant in chosen.items():
             if not args.setting or name in args.setting:
                 bench.measure(variant)

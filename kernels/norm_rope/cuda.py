@@ -23,9 +23,9 @@ class _Params(ctypes.Structure):
     """`Params` of the source."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("heads", "table")),
+        *((name, ctypes.c_void_p) for name in ("heads", "table", "centre")),
         ("stride", ctypes.c_int64),
-        *((name, ctypes.c_int) for name in ("n", "placed", "from", "count", "from2", "count2")),
+        *((name, ctypes.c_int) for name in ("n", "placed", "from", "count", "from2", "count2", "keys", "centred")),
     )
 
 
@@ -41,16 +41,26 @@ def _kernel(device: torch.device, head_dim: int) -> nvrtc.Kernel:
     return nvrtc.Program(SOURCE, {"HEAD_DIM": head_dim}, device).kernel("place", WARPS * 32)
 
 
-def place(heads: Tensor, table: Tensor, placed: int, turned: Sequence[tuple[int, int]], turn: Tensor) -> None:
+def place(
+    heads: Tensor,
+    table: Tensor,
+    placed: int,
+    turned: Sequence[tuple[int, int]],
+    turn: Tensor,
+    keys: int = 0,
+    centre: Tensor | None = None,
+) -> None:
     """As `ref.place`; `turn` is the rotation of its size (`quant.kv4.rotation`)."""
     n, _, d = heads.shape
     if (heads.dtype != torch.float32 or n > FEW) and fused.declines(heads.device) is None:
-        fused.place(heads, table, placed, turned, turn)
+        fused.place(heads, table, placed, turned, turn, keys, centre)
         return
     if d not in HEAD_DIMS:
-        ref.place(heads, table, placed, turned, turn)
+        ref.place(heads, table, placed, turned, turn, keys, centre)
         return
     assert heads.stride()[1:] == (d, 1) and table.is_contiguous() and len(turned) <= 2
+    assert centre is None or centre.is_contiguous()
     a, b = (*turned, (0, 0), (0, 0))[:2]
-    params = _Params(heads.data_ptr(), table.data_ptr(), heads.stride(0), n, placed, *a, *b)
+    moved = (0, 0) if centre is None else (centre.data_ptr(), len(centre))
+    params = _Params(heads.data_ptr(), table.data_ptr(), moved[0], heads.stride(0), n, placed, *a, *b, keys, moved[1])
     _kernel(heads.device, d).launch(-(-n * placed // WARPS), 1, params, early=True)

@@ -23,15 +23,23 @@ def _trial(device: torch.device) -> None:
     place(torch.ones(3, 4, 64, dtype=torch.float16, device=device), table, 3, ((0, 1),), torch.eye(64, device=device))
 
 
-def place(heads: Tensor, table: Tensor, placed: int, turned: Sequence[tuple[int, int]], turn: Tensor) -> None:
+def place(
+    heads: Tensor,
+    table: Tensor,
+    placed: int,
+    turned: Sequence[tuple[int, int]],
+    turn: Tensor,
+    keys: int = 0,
+    centre: Tensor | None = None,
+) -> None:
     """As `ref.place`; heads of any float dtype. Head sizes that are no power of two go to the reference."""
     n, _, d = heads.shape
     if d not in _HEAD_DIMS:
         wide = heads[:, :placed].float()
-        ref.place(wide, table, placed, turned, turn)
+        ref.place(wide, table, placed, turned, turn, keys, centre)
         heads[:, :placed] = wide
         return
-    assert heads.stride(2) == 1 and len(turned) <= 2
+    assert heads.stride(2) == 1 and len(turned) <= 2 and (centre is None or centre.is_contiguous())
     narrow = heads.dtype == torch.float16
     tokens = 128 if narrow else 32  # of a program: three products in tf32 need more room
     (first, first_count), (second, second_count) = (*turned, (0, 0), (0, 0))[:2]
@@ -39,11 +47,14 @@ def place(heads: Tensor, table: Tensor, placed: int, turned: Sequence[tuple[int,
         heads,
         torch.view_as_real(table),
         turn,
+        turn if centre is None else centre,
         n,
         first,
         first + first_count,
         second,
         second + second_count,
+        keys,
+        keys if centre is None else keys + len(centre),
         heads.stride(0),
         heads.stride(1),
         TURNED=len(turned) > 0,
@@ -54,16 +65,20 @@ def place(heads: Tensor, table: Tensor, placed: int, turned: Sequence[tuple[int,
     )
 
 
-@jit(do_not_specialize=["n", "first", "first_end", "second", "second_end"])  # chunks and layers differ in these alone
+# Chunks and layers differ in these alone.
+@jit(do_not_specialize=["n", "first", "first_end", "second", "second_end", "keys", "keys_end"])
 def _place(
     heads,
     table,
     turn,
+    centre,
     n,
     first,
     first_end,
     second,
     second_end,
+    keys,
+    keys_end,
     row_stride,
     head_stride,
     TURNED: tl.constexpr,
@@ -83,7 +98,7 @@ def _place(
     cosine = tl.load(phase, mask=inside, other=0.0)
     sine = tl.load(phase + 1, mask=inside, other=0.0)
     x = tl.reshape(tl.join(real * cosine - imaginary * sine, real * sine + imaginary * cosine), (TOKENS, D))
-    if TURNED:  # noqa: SIM102 - a constant, and a choice of the program
+    if TURNED:
         if ((head >= first) & (head < first_end)) | ((head >= second) & (head < second_end)):
             matrix = tl.load(turn + channel[:, None] * D + channel[None])
             if NARROW:  # as exact as what is stored; a Hadamard matrix times its root is +-1, which fp16 holds
@@ -91,4 +106,6 @@ def _place(
                 x = tl.dot(x.to(tl.float16), (matrix * root).to(tl.float16)) * (1 / root)
             else:
                 x = tl.dot(x, matrix, input_precision="tf32x3")
+        if (head >= keys) & (head < keys_end):
+            x -= tl.load(centre + (head - keys) * D + channel)[None]
     tl.store(at, x.to(heads.dtype.element_ty), mask=inside)

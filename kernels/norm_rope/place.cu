@@ -12,9 +12,11 @@ constexpr int WARPS = 8;
 struct Params {
     float *heads;        // [n, heads, D]
     const float2 *table; // [n, D / 2]
+    const float *centre; // [centred, D]
     long long stride;    // elements from token to token
     int n, placed;       // heads that get positions: the first ones
     int from, count, from2, count2; // two stretches of them that are rotated too
+    int keys, centred; // of these, a stretch from which `centre` is subtracted
 };
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32) place(const __grid_constant__ Params p) {
@@ -50,17 +52,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) place(const __grid_cons
         __syncwarp();
     }
     const float factor = rsqrtf((float)(D / ODD));
+    const int key = head - p.keys;
+    const float *centre = (unsigned)key < p.centred ? p.centre + key * D : nullptr;
+    const auto put = [&](int i, float x) { own[i] = centre ? x - centre[i] : x; };
     for (int i = lane; i < D / ODD; i += 32) {
         const float a = row[i * ODD] * factor;
         if (ODD == 1) {
-            own[i] = a;
+            put(i, a);
         } else {
             const float b = row[i * ODD + 1 % ODD] * factor, c = row[i * ODD + 2 % ODD] * factor;
             // row vector times the orthonormal cosine transform [k][n]
             const float r3 = 0.577350269f, h2 = 0.707106781f, r6 = 0.408248290f;
-            own[i * ODD] = a * r3 + b * h2 + c * r6;
-            own[i * ODD + 1 % ODD] = a * r3 - c * 2 * r6;
-            own[i * ODD + 2 % ODD] = a * r3 - b * h2 + c * r6;
+            put(i * ODD, a * r3 + b * h2 + c * r6);
+            put(i * ODD + 1 % ODD, a * r3 - c * 2 * r6);
+            put(i * ODD + 2 % ODD, a * r3 - b * h2 + c * r6);
         }
     }
 }

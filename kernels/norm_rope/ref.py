@@ -17,12 +17,23 @@ def apply_rope(x: Tensor, table: Tensor) -> None:
     torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(table[:, None])
 
 
-def place(heads: Tensor, table: Tensor, placed: int, turned: Sequence[tuple[int, int]], turn: Tensor) -> None:
+def place(
+    heads: Tensor,
+    table: Tensor,
+    placed: int,
+    turned: Sequence[tuple[int, int]],
+    turn: Tensor,
+    keys: int = 0,
+    centre: Tensor | None = None,
+) -> None:
     """Positions for the first `placed` of heads [n, h, d] (fp32), then some heads times turn [d, d]; in place.
 
-    table as for `apply_rope`; turned: first head and number of each stretch to turn.
+    table as for `apply_rope`; turned: first head and number of each stretch to turn. centre [m, d] (fp32) is then
+    subtracted from the m heads from number `keys` on, all of which are turned.
     """
     apply_rope(heads[:, :placed], table)
     for start, count in turned:
         part = heads[:, start : start + count]
         part.copy_(part @ turn)
+    if centre is not None:
+        heads[:, keys : keys + len(centre)] -= centre

@@ -138,6 +138,7 @@ def test_heads_of_more_than_2_31_elements():
     table = torch.polar(torch.ones(n, D // 2, device=CUDA), torch.rand(n, D // 2, device=CUDA))
     heads[-2:].normal_()
     turn, want = kv4.rotation(D).to(CUDA), heads[-2:].double()
-    placing_ref.place(want, table[-2:].to(torch.complex128), 40, ((0, 16), (32, 4)), turn.double())
-    placing.place(heads, table, 40, ((0, 16), (32, 4)), turn)
+    centre = torch.randn(4, D, device=CUDA)
+    placing_ref.place(want, table[-2:].to(torch.complex128), 40, ((0, 16), (32, 4)), turn.double(), 32, centre)
+    placing.place(heads, table, 40, ((0, 16), (32, 4)), turn, 32, centre)
     assert relative_error(heads[-2:], want) <= 1e-6

@@ -98,13 +98,14 @@ def test_a_row_of_zeros_has_codes(poisoned):
 
 @pytest.mark.parametrize("d", [*placing.HEAD_DIMS, 80])
 @pytest.mark.parametrize("n", [1, 7])
-@pytest.mark.parametrize("turned", [(), ((0, 12),), ((0, 4), (9, 2))])
-def test_heads_get_their_places(poisoned, d, n, turned):
+@pytest.mark.parametrize(("turned", "centred"), [((), 0), (((0, 12),), 0), (((0, 12),), 3), (((0, 4), (9, 2)), 2)])
+def test_heads_get_their_places(poisoned, d, n, turned, centred):
     heads = torch.randn(n, 15, d, device=CUDA)
     table = torch.polar(torch.ones(n, d // 2, device=CUDA), torch.randn(n, d // 2, device=CUDA) * 9)
     turn, want = kv4.rotation(d).to(CUDA), heads.double()
-    placing_ref.place(want, table.to(torch.complex128), 12, turned, turn.double())
-    placing.place(heads, table, 12, turned, turn)
+    centre = torch.randn(centred, d, device=CUDA) if centred else None
+    placing_ref.place(want, table.to(torch.complex128), 12, turned, turn.double(), 9, centre)
+    placing.place(heads, table, 12, turned, turn, 9, centre)
     close(heads, want, 1e-6)
 
 

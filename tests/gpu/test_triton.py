@@ -91,13 +91,13 @@ def test_turned(poisoned, rows, d, block, dtype):
 
 
 @pytest.mark.parametrize("d", [64, 96, 128])
-@pytest.mark.parametrize("turned", [(), ((0, 9),), ((0, 2), (6, 1))])
-def test_heads_are_placed(poisoned, d, turned):
+@pytest.mark.parametrize(("turned", "centred"), [((), 0), (((0, 9),), 0), (((0, 9),), 3), (((0, 2), (6, 1)), 1)])
+def test_heads_are_placed(poisoned, d, turned, centred):
     n = 70
     heads = _randn(n, 12, d)
     phases = torch.rand(n, d // 2, dtype=torch.float64) * 6
     table = torch.polar(torch.ones_like(phases), phases).to(torch.complex64).to(DEVICE)
-    more = (table, 9, turned, kv4.rotation(d).to(DEVICE))
+    more = (table, 9, turned, kv4.rotation(d).to(DEVICE), 6, _randn(centred, d) if centred else None)
     want, out, narrow = heads.clone(), heads.clone(), heads.half()
     rope_ref.place(want, *more)
     rope_fused.place(out, *more)

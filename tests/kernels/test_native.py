@@ -120,13 +120,15 @@ def test_turned_codes_are_those_of_the_reference_but_for_ties(block):
 
 @_needs(rope_native.declines(CPU))
 @pytest.mark.parametrize(("n", "heads", "d"), [(1, 15, 64), (7, 5, 128), (3, 4, 96), (5, 5, 16), (2, 4, 6)])
-def test_positions_and_rotation(n, heads, d):
+@pytest.mark.parametrize("centred", [False, True])
+def test_positions_rotation_and_centre(n, heads, d, centred):
     apart = torch.randn(n, heads + 1, d)
     table = torch.polar(torch.ones(n, d // 2), torch.randn(n, d // 2))
     want = apart.clone()
     turned = ((0, 2), (3, 1))
-    rope_native.place(apart[:, :heads], table, heads - 1, turned, kv4.rotation(d))
-    rope_ref.place(want[:, :heads], table, heads - 1, turned, kv4.rotation(d))
+    more = (3, torch.randn(1, d)) if centred else ()
+    rope_native.place(apart[:, :heads], table, heads - 1, turned, kv4.rotation(d), *more)
+    rope_ref.place(want[:, :heads], table, heads - 1, turned, kv4.rotation(d), *more)
     torch.testing.assert_close(apart, want, rtol=1e-5, atol=1e-5)
 
 

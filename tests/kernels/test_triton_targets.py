@@ -73,7 +73,9 @@ def _blocks(d: int) -> None:
 def _place(d: int) -> None:
     table = torch.zeros(300, d // 2, dtype=torch.complex64)
     for dtype in (torch.float32, HALF):
-        place.place(torch.zeros(300, 6, d, dtype=dtype), table, 5, ((0, 2), (4, 1)), torch.zeros(d, d))
+        place.place(
+            torch.zeros(300, 6, d, dtype=dtype), table, 5, ((0, 2), (4, 1)), torch.zeros(d, d), 4, torch.zeros(1, d)
+        )
 
 
 CASES: list[tuple[str, Callable[[int], None], int]] = [
@@ -163,7 +165,9 @@ def _read(n: int, before: int, blocks: int) -> None:
     rows.quantize_rows(torch.zeros(n, 512, dtype=HALF))
     rows.rms_norm_quantize(torch.zeros(n, 512), torch.zeros(512), 1e-5)
     rows.gated_quantize(torch.zeros(n, 1024, dtype=HALF), None, torch.zeros(64, 64))
-    place.place(q, torch.zeros(n, d // 2, dtype=torch.complex64), 9, ((0, 2), (9, 1)), torch.zeros(d, d))
+    place.place(
+        q, torch.zeros(n, d // 2, dtype=torch.complex64), 9, ((0, 2), (8, 1)), torch.zeros(d, d), 8, torch.zeros(1, d)
+    )
     words = torch.zeros(heads, 100, 64 * d, dtype=torch.uint8)
     table = torch.zeros(200, dtype=torch.int32)[before % 7 : before % 7 + blocks]
     packed = Packed(words, words[:, None], torch.zeros(heads, 100, 128, 4, dtype=HALF), table)

@@ -14,13 +14,17 @@ from models.cache.pool import BlockPool
 from models.cache.shape import CacheShape
 from models.checkpoint import open_checkpoint
 from models.keys import HARMLESS, key_warning, score_errors
+from models.measured import measure_heads
+from models.rope import Rope
+from quant import kv4
 from tests.models.tiny import HF, SIZES, parameters, tiny_model
 
 CPU = torch.device("cpu")
 
 
-def write(folder, name, size=0.0):
-    """A tiny model; `size` is added to the keys in the slowest rotary pair: to scores it is nearly a constant."""
+def write(folder, name, size=0.0, window=1_000_000):
+    """A tiny model; `size` is added to the keys in the slowest rotary pair: to scores of a short text it is nearly a
+    constant. Over a window of a million tokens that pair turns too far to be taken off."""
     model = tiny_model(name)
     state = {}
     for key, tensor in parameters(model).items():
@@ -30,15 +34,17 @@ def write(folder, name, size=0.0):
             state[key].unflatten(0, (-1, d))[:, d // 2 - 1] += size
     folder.mkdir()
     save_file({key: tensor.contiguous() for key, tensor in state.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(HF[name].to_dict() | {"rope_parameters": None, "rope_theta": 1e6}))
+    rope = {"rope_parameters": None, "rope_theta": 1e6, "max_position_embeddings": window}
+    (folder / "config.json").write_text(json.dumps(HF[name].to_dict() | rope))
     return folder
 
 
-def logits(path, ids, kv, **changes):
+def logits(path, ids, kv, means=None, mask=None, **changes):
     checkpoint = open_checkpoint(path)
-    mask = np.ones((checkpoint.config.num_layers, checkpoint.config.num_kv_heads), bool)
-    shape = replace(CacheShape.for_model(checkpoint.config, mask, kv, 1, 1, CPU), **changes)
-    decoder = load_decoder(checkpoint, mask, "fp32", shape, CPU)
+    every = np.ones((checkpoint.config.num_layers, checkpoint.config.num_kv_heads), bool)
+    mask = every if mask is None else np.array(mask)
+    shape = replace(CacheShape.for_model(checkpoint.config, mask, kv, 1, 512, CPU), **changes)
+    decoder = load_decoder(checkpoint, mask, "fp32", shape, CPU, key_means=means)
     return decoder.logits(decoder.forward(ids, DuoCache(BlockPool(shape, -(-len(ids) // shape.block), CPU))))
 
 
@@ -56,6 +62,54 @@ def test_large_keys_break_4_bits_are_told_and_work_in_8(tmp_path, name):
     assert "--kv kv8" in told and "4 of 4 KV heads" in told
     assert error(large, "kv4") > 5 * error(plain, "kv4")
     assert error(large, "kv8") < error(plain, "kv4")
+
+
+@pytest.mark.parametrize("mask", [None, [[False, True], [True, True]]])
+def test_what_all_keys_share_costs_nothing_once_it_is_measured(tmp_path, mask):
+    """The same large keys in a model of short texts, whatever the order of its heads."""
+    ids = torch.randint(0, SIZES["vocab_size"], (500,))
+    plain, large = (write(tmp_path / str(size), "qwen2", size, 512) for size in (0.0, 60.0))
+    assert key_warning(open_checkpoint(large)) is None
+    heads = {path: measure_heads(open_checkpoint(path), ids, CPU) for path in (plain, large)}
+    worst = {path: measured.losses.max().item() for path, measured in heads.items()}
+    assert worst[large] < 1.5 * worst[plain]
+
+    def error(path, kv, means):
+        exact = logits(path, ids, "fp32", mask=mask)
+        return ((logits(path, ids, kv, means, mask) - exact).norm() / exact.norm()).item()
+
+    lost = error(plain, "kv4", heads[plain].key_means)
+    assert error(large, "kv4", heads[large].key_means) < 1.2 * lost
+    assert error(large, "kv4", None) > 3 * lost
+    # a streaming head is not centred, and fp16 rounds its large keys
+    assert error(large, "kv8", heads[large].key_means) < (0.2 if mask is None else 0.4) * lost
+
+
+def test_centres_are_of_the_keys_that_the_cache_gets(tmp_path):
+    """Measured on a text and taken off, the keys of the same text have no mean in the pairs that hardly turn."""
+    path = write(tmp_path / "x", "qwen2", 60.0, 512)
+    checkpoint, ids = open_checkpoint(path), torch.randint(0, SIZES["vocab_size"], (512,))
+    means = measure_heads(checkpoint, ids, CPU).key_means
+    mask = np.ones((2, 2), bool)
+    shape = CacheShape.for_model(checkpoint.config, mask, "kv8", 1, 1, CPU)
+    seen = {}
+
+    class Seeing(DuoCache):
+        def attend(self, layer, q, k, v):
+            seen[layer] = k.float() @ kv4.rotation(k.shape[-1]).T
+            return super().attend(layer, q, k, v)
+
+    decoder = load_decoder(checkpoint, mask, "fp32", shape, CPU, key_means=means)
+    decoder.forward(ids, Seeing(BlockPool(shape, -(-len(ids) // shape.block), CPU)))
+    config = checkpoint.config
+    still = Rope(config.rope, config.head_dim, config.max_positions).still() != 0
+    assert 2 <= still.sum() < len(still)
+    for k in seen.values():
+        pairs = k.unflatten(-1, (-1, 2))[:, :, still]
+        assert pairs.mean(0).norm() < 0.02 * 60 and pairs.std(0).max() < 20
+    plain = load_decoder(checkpoint, mask, "fp32", shape, CPU)
+    plain.forward(ids, Seeing(BlockPool(shape, -(-len(ids) // shape.block), CPU)))
+    assert all(k.unflatten(-1, (-1, 2))[:, :, still].mean(0).norm(dim=-1).max() > 59 for k in seen.values())
 
 
 @pytest.mark.parametrize("name", HF)

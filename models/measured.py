@@ -1,12 +1,15 @@
-"""What 4 bits cost each KV head, measured on a text; and which heads get 8 bits in a budget."""
+"""What is measured of each KV head on a text: its mean key and what 4 bits cost it; which heads get 8 bits for that."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from models.build import Build, layer_from
@@ -17,11 +20,45 @@ from models.checkpoint import Checkpoint
 from models.config import ModelConfig
 from models.decoder import Decoder, Layer
 from models.errors import UnsupportedModel
+from models.files import writing
+from models.keys import key_centres
+from models.rope import Rope
 from quant import kv4
 from quant.formats import QuantizedWeight, as_float
 from quant.w8a8 import DenseLinear
 
 _EMBEDDING = "model.embed_tokens.weight"
+FILE = "heads.safetensors"  # in a checkpoint of our own, and beside a head pattern that comes along
+
+
+@dataclass(frozen=True)
+class MeasuredHeads:
+    """Of each KV head in the model's order: `losses` [layers, kv_heads], how far rounding its keys and values to 4 bits
+    moves the residual stream (the squared length of that over the stream's own, mean over the tokens); and `key_means`
+    [layers, kv_heads, head_dim], the mean of its keys without their positions, rotary pairs as neighbours. In fp32.
+    """
+
+    losses: Tensor
+    key_means: Tensor
+
+    def save(self, path: Path) -> None:
+        """Writes safetensors; raises OSError."""
+        with writing(path) as file:
+            file.write(save({"losses": self.losses.contiguous(), "key_means": self.key_means.contiguous()}))
+
+    @classmethod
+    def load(cls, path: Path, config: ModelConfig) -> MeasuredHeads | None:
+        """What `save` wrote for such a model; None where there is nothing of the kind."""
+        try:
+            found = load_file(path)
+        except (OSError, SafetensorError):
+            return None
+        heads = (config.num_layers, config.num_kv_heads)
+        shapes = {"losses": heads, "key_means": (*heads, config.head_dim)}
+        if {name: tuple(tensor.shape) for name, tensor in found.items()} != shapes:
+            return None
+        kept = cls(**{name: tensor.float() for name, tensor in found.items()})
+        return kept if all(tensor.isfinite().all() for tensor in (kept.losses, kept.key_means)) else None
 
 
 class _Compared(DuoCache):
@@ -35,14 +72,21 @@ class _Compared(DuoCache):
         super().__init__(BlockPool(exact, blocks, device))
         self._packed = DuoCache(BlockPool(packed, blocks, device))
         self._turn = kv4.rotation(config.head_dim).to(device)
+        self._config = config
         self._layer = layer
         self._sizes = states.square().sum(-1)
         self.losses = torch.zeros(config.num_kv_heads)
+        self.key_means = torch.zeros(config.num_kv_heads, config.head_dim)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = super().attend(layer, q, k, v)
         self._packed.begin(len(q))
-        k, v = k.float() @ self._turn, v.float().contiguous()  # of one layout, as the kernels take them
+        rope = Rope(self._config.rope, self._config.head_dim, self._config.max_positions)
+        table = rope.table(torch.arange(len(k)), k.device)
+        unplaced = torch.view_as_complex(k.float().unflatten(-1, (-1, 2))) / table[:, None]
+        self.key_means = torch.view_as_real(unplaced.mean(0)).flatten(-2)
+        # of one layout, as the kernels take them
+        k, v = k.float() @ self._turn - key_centres(self.key_means, self._config), v.float().contiguous()
         turned = self._packed.attend(layer, q.float() @ self._turn, k, v)
         apart = (turned.float() - out.float()).unflatten(1, (len(self.losses), -1))
         for head in range(len(self.losses)):
@@ -53,24 +97,25 @@ class _Compared(DuoCache):
         return out
 
 
-def layer_losses(config: ModelConfig, layer: Layer, states: Tensor, turn: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Losses [kv_heads] of a layer whose heads all keep everything, and the hidden states [n, hidden] behind it.
-
-    states: those in front of it; turn: as `Decoder`. A head's loss is how far rounding its keys and values to 4 bits
-    moves the residual stream: the squared length of that, over the stream's own, mean over the tokens.
+def measure_layer(
+    config: ModelConfig, layer: Layer, states: Tensor, turn: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses [kv_heads] and mean keys [kv_heads, d] of a layer whose heads all keep everything, and the hidden states
+    [n, hidden] behind it. states: those in front of it; turn: as `Decoder`.
     """
     alone = replace(config, num_layers=1)
     ones = torch.ones(states.shape[1], device=states.device)
     decoder = Decoder(alone, states, [layer], ones, DenseLinear(states), turn)
     cache = _Compared(alone, layer, states)
     behind = decoder.forward(torch.arange(len(states)), cache)
-    return cache.losses, behind if turn is None else kv4.rotate(behind, back=True)
+    behind = behind if turn is None else kv4.rotate(behind, back=True)
+    return cache.losses.cpu(), cache.key_means.cpu(), behind
 
 
-def measure_losses(
+def measure_heads(
     checkpoint: Checkpoint, ids: Tensor, device: torch.device, progress: Callable[[float], None] = lambda done: None
-) -> np.ndarray:
-    """Losses [layers, kv_heads] on token ids [n] with unquantised weights; one layer at a time is in memory."""
+) -> MeasuredHeads:
+    """The heads of a checkpoint on token ids [n] with unquantised weights; one layer at a time is in memory."""
     config, form = checkpoint.config, checkpoint.int8_format
     turned = form is not None and form.turned
 
@@ -81,18 +126,19 @@ def measure_losses(
     how = Build(every, linear, DenseLinear, lambda t: t.to(device), form is None, False, device, turned)
     states = checkpoint.load_float(_EMBEDDING)[ids].to(device).float()
     turn = kv4.rotation(config.hidden_size).to(device) if turned else None
-    rows = []
+    losses, means = [], []
     for index in range(config.num_layers):
         prefix = f"model.layers.{index}."
         names = [name for name in checkpoint.names() if name.startswith(prefix)]
         parts = {name.removeprefix(prefix): checkpoint.load(name).to(device) for name in names}
-        losses, states = layer_losses(config, layer_from(config, how, index, parts), states, turn)
-        rows.append(losses)
+        loss, mean, states = measure_layer(config, layer_from(config, how, index, parts), states, turn)
+        losses.append(loss)
+        means.append(mean)
         progress((index + 1) / config.num_layers)
-    return torch.stack(rows).numpy()
+    return MeasuredHeads(torch.stack(losses), torch.stack(means))
 
 
-def choose_wide(mask: np.ndarray, losses: np.ndarray | None, bits: float, head_dim: int) -> np.ndarray:
+def choose_wide(mask: np.ndarray, losses: Tensor | None, bits: float, head_dim: int) -> np.ndarray:
     """As many of the retrieval heads in `mask` as `bits` allow, by the largest losses: bool [layers, kv_heads].
 
     bits: of an element of the history, mean over the retrieval heads, scales included. Without losses the heads are
@@ -106,7 +152,7 @@ def choose_wide(mask: np.ndarray, losses: np.ndarray | None, bits: float, head_d
     if losses is None:
         chosen = heads[np.arange(count) * len(heads) // max(1, count)]
     else:
-        chosen = heads[np.argsort(-losses.flatten()[heads], kind="stable")[:count]]
+        chosen = heads[np.argsort(-losses.numpy().flatten()[heads], kind="stable")[:count]]
     wide = np.zeros(mask.size, dtype=bool)
     wide[chosen] = True
     return wide.reshape(mask.shape)

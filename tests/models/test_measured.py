@@ -11,14 +11,14 @@ from app.config import Settings
 from app.embedded import embedded_model_path
 from app.engine.sizing import resolve_shape
 from app.errors import UsageError
-from app.kv_bits import head_losses
+from app.measured_heads import measured_heads
 from models.build import load_decoder
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
 from models.cache.shape import CacheShape
 from models.checkpoint import open_checkpoint
 from models.errors import UnsupportedModel
-from models.losses import choose_wide, measure_losses
+from models.measured import FILE, MeasuredHeads, choose_wide, measure_heads
 from models.quantize import quantize_checkpoint
 from quant import formats
 from tests.models.tiny import HF, SIZES, parameters, tiny_model
@@ -29,14 +29,16 @@ EVERY = np.ones((2, 2), dtype=bool)
 
 @pytest.fixture
 def folder(tmp_path):
-    """A Qwen2 whose KV head 1 of layer 1 has keys far from zero, which its scores hardly show."""
+    """A Qwen2 whose head 1 of layer 1 has keys far from zero: scores hardly show it, and it turns in the window."""
     state = {}
     for key, tensor in parameters(tiny_model("qwen2")).items():
         state[key] = tensor * (tensor.shape[-1] ** -0.5 if tensor.dim() == 2 else 0) + ("norm" in key)
     state["model.layers.1.self_attn.k_proj.bias"][16 + 7] += 120
     save_file({key: tensor.contiguous() for key, tensor in state.items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(
-        json.dumps(HF["qwen2"].to_dict() | {"rope_parameters": None, "rope_theta": 1e6})
+        json.dumps(
+            HF["qwen2"].to_dict() | {"rope_parameters": None, "rope_theta": 1e6, "max_position_embeddings": 1_000_000}
+        )
     )
     return tmp_path
 
@@ -55,7 +57,7 @@ def _logits(path, kv, wide=None, mask=EVERY):
 
 
 def test_the_head_that_loses_most_is_found_and_8_bits_for_it_mend_the_model(folder):
-    losses = measure_losses(open_checkpoint(folder), _ids(), CPU)
+    losses = measure_heads(open_checkpoint(folder), _ids(), CPU).losses
     assert losses.shape == (2, 2) and (losses >= 0).all()
     assert np.unravel_index(losses.argmax(), losses.shape) == (1, 1)
     wide = choose_wide(EVERY, losses, 6.0, 64)  # of 4.5 to 8.5: 3 in 8, one head of four
@@ -81,14 +83,14 @@ def test_all_heads_in_8_bits_is_kv8(folder, mask):
 
 def test_a_budget_gives_its_share_of_heads_and_no_more():
     mask = np.random.default_rng(0).random((9, 7)) < 0.5
-    losses = np.random.default_rng(1).random((9, 7))
+    losses = torch.from_numpy(np.random.default_rng(1).random((9, 7)))
     heads = int(mask.sum())
     for bits in (4.25, 4.5, 5.0, 6.1, 8.25):
         wide = choose_wide(mask, losses, bits, 128)
         assert not (wide & ~mask).any()
         assert 4.25 + 4 * wide.sum() / heads <= bits < 4.25 + 4 * (wide.sum() + 1) / heads
-        rest = losses[mask & ~wide]
-        assert not wide.any() or not rest.size or losses[wide].min() >= rest.max()
+        rest = losses[torch.from_numpy(mask & ~wide)]
+        assert not wide.any() or not len(rest) or losses[torch.from_numpy(wide)].min() >= rest.max()
         assert choose_wide(mask, None, bits, 128).sum() == wide.sum()
     for bits in (4.2, 8.3, 16):
         with pytest.raises(UnsupportedModel, match=r"4\.25 to 8\.25"):
@@ -113,18 +115,39 @@ class _Words:
         return [ord(letter) % SIZES["vocab_size"] for letter in text]
 
 
-def test_losses_are_measured_once_and_come_with_a_checkpoint_of_ours(folder, tmp_path, monkeypatch):
+def _equal(a, b):
+    return torch.equal(a.losses, b.losses) and torch.equal(a.key_means, b.key_means)
+
+
+def test_heads_are_measured_once_and_come_with_a_checkpoint_of_ours(folder, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     checkpoint = open_checkpoint(folder)
-    first = head_losses(checkpoint, _Words(), cache, CPU)
+    first = measured_heads(checkpoint, _Words(), cache, CPU)
     quantize_checkpoint(checkpoint, tmp_path / "out", [_ids()], formats.metadata("a", "b", {}, None), CPU)
-    monkeypatch.setattr("app.kv_bits.measure_losses", None)
-    assert np.array_equal(head_losses(checkpoint, _Words(), cache, CPU), first)
-    told = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["kv4_losses"]
-    ours = head_losses(open_checkpoint(tmp_path / "out"), _Words(), cache, CPU)
-    assert np.array_equal(ours, np.array(told)) and ours.argmax() == 3
+    monkeypatch.setattr("app.measured_heads.measure_heads", None)
+    assert _equal(measured_heads(checkpoint, _Words(), cache, CPU), first)
+    told = MeasuredHeads.load(tmp_path / "out" / FILE, checkpoint.config)
+    ours = measured_heads(open_checkpoint(tmp_path / "out"), _Words(), cache, CPU)
+    assert _equal(ours, told) and ours.losses.argmax() == 3
 
 
-def test_the_embedded_model_is_measured_by_this_machines_kernels():
-    losses = measure_losses(open_checkpoint(embedded_model_path()), torch.arange(100, 400), CPU)
-    assert losses.shape == (30, 3) and (losses > 0).all() and losses.max() < 0.1
+def test_a_file_that_is_none_or_of_another_model_is_measured_anew(folder, tmp_path):
+    config = open_checkpoint(folder).config
+    heads = measure_heads(open_checkpoint(folder), _ids(), CPU)
+    heads.save(tmp_path / "whole")
+    assert _equal(MeasuredHeads.load(tmp_path / "whole", config), heads)
+    (tmp_path / "cut").write_bytes((tmp_path / "whole").read_bytes()[:-5])
+    MeasuredHeads(heads.losses[:1], heads.key_means[:1]).save(tmp_path / "other")
+    MeasuredHeads(heads.losses, heads.key_means * torch.nan).save(tmp_path / "nan")
+    for name in ("cut", "other", "nan", "none"):
+        assert MeasuredHeads.load(tmp_path / name, config) is None
+
+
+def test_the_embedded_model_is_measured_by_this_machines_kernels(tmp_path):
+    """And near what comes along for it, which was measured on a longer text."""
+    checkpoint = open_checkpoint(embedded_model_path())
+    ours = measure_heads(checkpoint, torch.arange(100, 400), CPU)
+    assert ours.losses.shape == (30, 3) and (ours.losses > 0).all() and ours.losses.max() < 0.1
+    shipped = measured_heads(checkpoint, None, tmp_path, CPU)
+    apart = (ours.key_means - shipped.key_means).norm(dim=-1) / shipped.key_means.norm(dim=-1)
+    assert apart.max() < 1

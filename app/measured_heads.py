@@ -1,0 +1,39 @@
+"""What is known of a model's KV heads: from its checkpoint, shipped, kept from an earlier start, or measured once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from app.calibration import WINDOW, sample_texts, sample_windows
+from app.tokenizer import TextTokenizer
+from models.checkpoint import Checkpoint
+from models.fingerprint import fingerprint
+from models.measured import FILE, MeasuredHeads, measure_heads
+
+_SHIPPED = Path(__file__).parents[1] / "models" / "patterns"
+
+
+def measured_heads(
+    checkpoint: Checkpoint,
+    tokenizer: TextTokenizer,
+    cache_dir: Path,
+    device: torch.device,
+    progress: Callable[[float], None] = lambda done: None,
+) -> MeasuredHeads:
+    """The model's heads, see models/measured.py; measuring takes one pass over the weights, and is done once."""
+    config, path = checkpoint.config, checkpoint.path
+    kept = cache_dir / "heads" / f"{fingerprint(path, cache_dir / 'weights.json')}.safetensors"
+    for known in (path / FILE, _SHIPPED / path.name.split(".")[0] / FILE, kept):
+        if known.is_file() and (found := MeasuredHeads.load(known, config)) is not None:
+            return found
+    texts, _ = sample_texts(None)
+    (sample, *_), _ = sample_windows(tokenizer, texts, min(WINDOW, config.max_positions), config.vocab_size)
+    heads = measure_heads(checkpoint, sample, device, progress)
+    try:
+        heads.save(kept)
+    except OSError:
+        pass  # measured again next time
+    return heads
