@@ -79,7 +79,6 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--api-key", action="append", metavar="KEY", help="a key for /v1; may be repeated (or set OCTAVO_API_KEY)"
     )
-
     serve.add_argument(
         "--behind-proxy",
         action="store_true",

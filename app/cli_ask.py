@@ -23,7 +23,7 @@ from app.engines import open_service
 from app.errors import UsageError
 from app.evidence import Passage
 from app.service import ChatService, MemoryBegins, Selection, check_request
-from app.status_line import StatusLine
+from app.status_line import StatusLine, left
 
 _SETTINGS = ("engine", "mode", "weights", "kv", "retrieval_ratio", "sink", "recent", "chunk", "backends")
 _ENDS = {
@@ -145,8 +145,8 @@ def _forgotten(begins: MemoryBegins, tokens: int) -> str:
 
 def _reading(event: Progress) -> str:
     rate = f", {event.tokens_per_s:,.0f}/s" if event.tokens_per_s else ""
-    left = f", {event.seconds_left:,.0f} s left" if event.done < event.total and event.seconds_left else ""
-    return f"Reading {event.done:,} of {event.total:,} tokens{rate}{left}"
+    still = left(event.seconds_left) if event.done < event.total and event.seconds_left else ""
+    return f"Reading {event.done:,} of {event.total:,} tokens{rate}{still}"
 
 
 @contextmanager

@@ -53,5 +53,9 @@ class TimeLeft:
         began_at, before = self._steps[0]
         if not before < done < 1:
             return ""
-        seconds = (now - began_at) * (1 - done) / (done - before)
-        return f", {seconds:,.0f} s left" if seconds < 90 else f", {seconds / 60:,.0f} min left"
+        return left((now - began_at) * (1 - done) / (done - before))
+
+
+def left(seconds: float) -> str:
+    """Such as ", 4 min left"."""
+    return f", {seconds:,.0f} s left" if seconds < 90 else f", {seconds / 60:,.0f} min left"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import subprocess
@@ -34,6 +35,18 @@ def at_least(name: str, value: float, unit: str, bar: float) -> Bar:
 def at_most(name: str, value: float, unit: str, bar: float) -> Bar:
     """A bar that holds up to `bar`."""
     return Bar(name, round(value, 4), unit, f"<= {bar:g}", value <= bar)
+
+
+def parser_for(benchmark: str, description: str | None) -> argparse.ArgumentParser:
+    """The flags that every benchmark has."""
+    parser = argparse.ArgumentParser(prog=f"python -m app bench {benchmark}", description=description)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
+    return parser
+
+
+def threads_flag(parser: argparse.ArgumentParser) -> None:
+    """Of those that a CPU can run: `torch.set_num_threads` is given it."""
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="N", help="CPU threads")
 
 
 def device_name(threads: int) -> str:

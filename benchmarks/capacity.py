@@ -7,7 +7,6 @@ back; a chunk of prefill and decode steps then run at the very end of the window
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 from statistics import median
@@ -19,7 +18,7 @@ from app.config import Settings
 from app.engine.graph import DecodeGraph
 from app.engine.sizing import fit, resolve_shape
 from benchmarks._llama_8b import LLAMA_8B, WINDOW, Wrong, full_cache, synthetic_pattern, w8a8_decoder
-from benchmarks._report import at_least, at_most, finish
+from benchmarks._report import at_least, at_most, finish, parser_for
 from models.cache.duo import DuoCache
 from models.cache.live import LiveCache
 from models.cache.pool import BlockPool
@@ -32,9 +31,8 @@ DECODED = 12
 
 def main(argv: list[str]) -> int:
     """Runs the benchmark; exit code 1 when a bar is missed."""
-    parser = argparse.ArgumentParser(prog="python -m app bench capacity", description=__doc__)
+    parser = parser_for("capacity", __doc__)
     parser.add_argument("--pattern", type=Path, help="the published head pattern; else an equal synthetic one")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("This benchmark needs an NVIDIA GPU with 80 GB.")

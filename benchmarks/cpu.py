@@ -30,7 +30,7 @@ from app.engine.runner import Runner, build_runner
 from app.tokenizer import Tokenizer
 from benchmarks import _llama_cpp
 from benchmarks._peer import transformers_model
-from benchmarks._report import Bar, at_least, at_most, finish
+from benchmarks._report import Bar, at_least, at_most, finish, parser_for, threads_flag
 from models.cache.duo import DuoCache
 from models.checkpoint import Checkpoint, open_checkpoint
 
@@ -45,11 +45,10 @@ class Wrong(Exception):
 
 def main(argv: list[str]) -> int:
     """Runs the benchmark; exit code 1 when a bar is missed."""
-    parser = argparse.ArgumentParser(prog="python -m app bench cpu", description=__doc__)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser = parser_for("cpu", __doc__)
+    threads_flag(parser)
     parser.add_argument("--pattern", type=Path, help="head pattern (default: the embedded model's own)")
     parser.add_argument("--retrieval-ratio", type=float, default=Settings.retrieval_ratio)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     args = parser.parse_args(argv)
     if torch.cuda.is_available():
         print("Run with CUDA_VISIBLE_DEVICES= in front: this benchmark is about the CPU.", file=sys.stderr)

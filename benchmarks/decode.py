@@ -7,7 +7,6 @@ is measured over context by _step.py, beside full bf16 attention and the design 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks._picture import draw
-from benchmarks._report import Bar, at_least, at_most, finish
+from benchmarks._report import Bar, at_least, at_most, finish, parser_for
 from benchmarks._step import EXPANDED, LONGEST, Wrong, step_figures
 from kernels.attention_decode import KV4_DECODE, Packed
 from kernels.kv4_pack import KV4_LAYOUT
@@ -40,8 +39,7 @@ REPLAYS = 20
 
 def main(argv: list[str]) -> int:
     """Runs the benchmark; exit code 1 when a bar is missed."""
-    parser = argparse.ArgumentParser(prog="python -m app bench decode", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
+    parser = parser_for("decode", __doc__)
     parser.add_argument("--picture", type=Path, help="where to draw milliseconds a token over context")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():

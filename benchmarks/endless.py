@@ -10,7 +10,6 @@ what moves in the cache when the window slides.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import math
 import pydoc_data.topics
@@ -31,7 +30,7 @@ from app.engine.sizing import resolve_shape
 from app.model import find_model
 from app.tokenizer import Tokenizer
 from benchmarks._endless_speed import CHUNK, FAR, Speed, Wrong
-from benchmarks._report import RESULTS, Bar, at_least, at_most, finish
+from benchmarks._report import RESULTS, Bar, at_least, at_most, finish, parser_for
 from kernels.attention_prefill import ATTENTION
 from models.build import load_decoder
 from models.cache.duo import DuoCache
@@ -52,7 +51,7 @@ WINDOWS = 32  # recomputed at a time
 
 def main(argv: list[str]) -> int:
     """Runs the benchmark; exit code 1 when a bar is missed."""
-    parser = argparse.ArgumentParser(prog="python -m app bench endless", description=__doc__)
+    parser = parser_for("endless", __doc__)
     parser.add_argument("--tokens", type=int, default=10 * STRETCH, help="of real text (default %(default)s)")
     parser.add_argument("--dense", type=int, default=3 * STRETCH, help="tokens that plain dense reads")
     parser.add_argument(
@@ -60,7 +59,6 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--far", type=int, default=FAR, help="tokens to read for speed; 0 leaves that part out")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="only draw the kept result into FILE")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     args = parser.parse_args(argv)
     if args.plot is not None:
         return _plot(args.plot)

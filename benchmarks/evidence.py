@@ -6,7 +6,6 @@ each through the service, as a person would. A hit is a card that holds the fact
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import pydoc_data.topics
 import random
@@ -21,7 +20,7 @@ from app.documents.document import lay_out, paginate
 from app.engine.generation import Generation
 from app.engine.types import Done, SamplingParams, Token
 from app.service import ChatService
-from benchmarks._report import at_least, at_most, finish
+from benchmarks._report import at_least, at_most, finish, parser_for
 
 _FIRST = "Ada Bruno Clara David Elena Felix Greta Hugo Irene Jonas Karin Louis Marta Nils Olga Paul Rosa Simon".split()
 _LAST = "Adler Brandt Castell Dorn Engel Falk Gruber Hansen Iversen Janson Keller Lund Moser Novak Olsen Petrov".split()
@@ -95,13 +94,12 @@ def _cost(service: ChatService, document: Document, rounds: int) -> tuple[float,
 
 def main(argv: list[str]) -> int:
     """Run the benchmark; 1 when a bar is missed."""
-    parser = argparse.ArgumentParser(prog="python -m app bench evidence")
+    parser = parser_for("evidence", __doc__)
     parser.add_argument("--model", default=EMBEDDED_MODEL)
     parser.add_argument("--documents", type=int, default=20)
     parser.add_argument("--words", type=int, default=1500)
     parser.add_argument("--rounds", type=int, default=5, help="of the timing")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     service = ChatService(Settings(model=args.model, library_quota=0.0))  # nothing of it is kept, or written beside it
     service.load()

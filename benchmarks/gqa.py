@@ -6,7 +6,6 @@ Native grouping is how a serving engine should feed MQA and GQA to its prefill k
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks._llama_8b import Wrong
-from benchmarks._report import at_least, at_most, finish
+from benchmarks._report import at_least, at_most, finish, parser_for
 from benchmarks.prefill import DEVICE, free, in_turns
 from kernels.attention_prefill import ROWS
 
@@ -26,8 +25,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def main(argv: list[str]) -> int:
     """Runs the benchmark; exit code 1 when a bar is missed."""
-    parser = argparse.ArgumentParser(prog="python -m app bench gqa", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
+    parser = parser_for("gqa", __doc__)
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("This benchmark needs a CUDA GPU.", file=sys.stderr)

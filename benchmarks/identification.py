@@ -5,7 +5,6 @@ On a GPU the whole way, gates and refinement; on a CPU the training-free one.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
@@ -19,17 +18,16 @@ from app.__main__ import main as command_line
 from app.config import EMBEDDED_MODEL, Settings
 from app.evaluation.examiner import Journal
 from app.model import choose_pattern, find_model
-from benchmarks._report import Bar, at_least, at_most, commit, finish
+from benchmarks._report import Bar, at_least, at_most, commit, finish, parser_for, threads_flag
 from models.heads import HeadPattern
 from models.identify import agreement
 
 
 def main(argv: list[str]) -> int:
     """Runs the benchmark; exit code 1 when a bar is missed."""
-    parser = argparse.ArgumentParser(prog="python -m app bench identification", description=__doc__)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser = parser_for("identification", __doc__)
+    threads_flag(parser)
     parser.add_argument("--published", type=Path, metavar="DIR", help="check the published head patterns in DIR too")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     settings = Settings(model=EMBEDDED_MODEL)

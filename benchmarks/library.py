@@ -9,7 +9,6 @@ asked to let go of the file (`cold`), so that the disk is timed and not the memo
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
@@ -23,7 +22,7 @@ from app.embedded import embedded_model_path
 from app.engine.sizing import CHUNKS, resolve_shape
 from app.engine.snapshots import SnapshotStore
 from benchmarks._llama_8b import Wrong, octavo_8b
-from benchmarks._report import at_least, finish
+from benchmarks._report import at_least, finish, parser_for
 from models.build import load_decoder
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
@@ -36,12 +35,11 @@ FOLLOWING = 64  # tokens read behind the document, by both caches
 
 def main(argv: list[str]) -> int:
     """Runs the benchmark; exit code 1 when the bar is missed."""
-    parser = argparse.ArgumentParser(prog="python -m app bench library", description=__doc__)
+    parser = parser_for("library", __doc__)
     parser.add_argument("--tokens", type=int, help="length of the document (default 262144 on a GPU, else 7500)")
     parser.add_argument(
         "--folder", type=Path, help="where to write, to time a certain disk (default: the temporary one)"
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     decoder, shape = _model(device)

@@ -6,7 +6,6 @@ not made with, half prose and half code, and beside them of two stretches of Pyt
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import math
 import pydoc_data.topics
@@ -29,7 +28,7 @@ from app.evaluation.haystack import Haystack
 from app.evaluation.needle import Grid, needle
 from app.model import OpenModel, choose_pattern, find_model, open_model
 from app.tokenizer import TextTokenizer
-from benchmarks._report import Bar, at_least, at_most, commit, finish
+from benchmarks._report import Bar, at_least, at_most, commit, finish, parser_for, threads_flag
 from benchmarks.identification import identification_bars, published_bars, timed_identification
 from models.heads import HeadPattern
 
@@ -57,15 +56,14 @@ class _Side:
 
 def main(argv: list[str]) -> int:
     """Runs the benchmark; exit code 1 when a bar is missed."""
-    parser = argparse.ArgumentParser(prog="python -m app bench needle", description=__doc__)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser = parser_for("needle", __doc__)
+    threads_flag(parser)
     parser.add_argument("--trials", type=int, default=1, help="questions a cell of the grid (default 1)")
     parser.add_argument("--published", type=Path, metavar="DIR", help="check the published head patterns in DIR too")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="keep what is done there; a stopped run goes on from it"
     )
     parser.add_argument("--apart", action="store_true", help="ask the whole grid with Duo, KV4 and W8A8 alone too")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     published = [] if args.published is None else published_bars(args.published)

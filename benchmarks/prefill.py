@@ -7,7 +7,6 @@ shorter length is in it too; c N + d N^2 is fitted to at least four lengths.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from torch import Tensor
 from app.engine.warm_up import warm_up
 from benchmarks import _cutlass
 from benchmarks._llama_8b import WINDOW, Wrong, dense_8b, full_cache, octavo_8b
-from benchmarks._report import Bar, at_least, at_most, finish
+from benchmarks._report import Bar, at_least, at_most, finish, parser_for
 from benchmarks.decode import float64_attention, random_history, relative_error
 from kernels.attention_prefill import ROWS
 from kernels.int8_gemm import INT8_GEMM, int_mm, ref
@@ -41,8 +40,7 @@ DEVICE = torch.device("cuda", 0)
 
 def main(argv: list[str]) -> int:
     """Runs the benchmark; exit code 1 when a bar is missed."""
-    parser = argparse.ArgumentParser(prog="python -m app bench prefill", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
+    parser = parser_for("prefill", __doc__)
     parser.add_argument("--million", action="store_true", help="read 1,048,576 tokens too, in about four minutes")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import importlib.metadata
 import pydoc_data.topics
@@ -25,7 +24,7 @@ from app.evaluation.report import table
 from app.measured_heads import measured_heads
 from app.model import choose_pattern, find_model
 from app.tokenizer import Tokenizer
-from benchmarks._report import Bar, at_most, finish
+from benchmarks._report import Bar, at_most, finish, parser_for
 from kernels.kv4_pack import KV4_LAYOUT
 from models.cache.shape import CacheShape
 from models.cache.store import HeadStore
@@ -96,13 +95,12 @@ def differing_codes(device: torch.device) -> int:
 
 def main(argv: list[str]) -> int:
     """Measure, print the bars and write them."""
-    parser = argparse.ArgumentParser(prog="python -m app bench quality")
+    parser = parser_for("quality", __doc__)
     parser.add_argument("--text", type=Path, metavar="FILE", help="another text (default: what `corpus` collects)")
     parser.add_argument("--write-text", type=Path, metavar="FILE", help="write the text and end")
     parser.add_argument("--tokens", type=int, default=114_688)
     parser.add_argument("--length", type=int, action="append", help=f"windows; bars are of the longest ({_LENGTH})")
     parser.add_argument("--bars-only", action="store_true", help="only the settings that a bar is about")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     text = corpus() if args.text is None else args.text.read_text(encoding="utf-8")
     if args.write_text:

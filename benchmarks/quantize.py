@@ -6,7 +6,6 @@ peak of all 32. `--folder` keeps everything, and a run that was stopped goes on 
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import subprocess
@@ -20,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks._llama_8b import LLAMA_8B
-from benchmarks._report import Bar, at_most, finish
+from benchmarks._report import Bar, at_most, finish, parser_for
 from models.config import ModelConfig
 
 _SYMBOLS = ["Ċ", "Ġ", *map(chr, range(0x21, 0x7F))]  # bytes of plain text, a token each
@@ -88,12 +87,11 @@ def measure(folder: Path, layers: int, tokens: int | None, limit: float) -> dict
 
 def main(argv: list[str]) -> int:
     """Measure, print the bar and write it."""
-    parser = argparse.ArgumentParser(prog="python -m app bench quantize", description=__doc__)
+    parser = parser_for("quantize", __doc__)
     parser.add_argument("--layers", type=int, default=3, help="of 32, all alike (default 3)")
     parser.add_argument("--tokens", type=int, help="of calibration (default: what `quantize` takes)")
     parser.add_argument("--folder", type=Path, help="keep model and result here, and go on with what is there")
     parser.add_argument("--limit", type=float, default=1e6, metavar="S", help="kill it after so many seconds")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as temporary:
         told = measure(args.folder or Path(temporary), args.layers, args.tokens, args.limit)

@@ -13,6 +13,7 @@ from typing import Any
 
 from app.config import Settings
 from app.errors import UsageError
+from app.status_line import StatusLine, TimeLeft
 
 
 def add_context_kinds(kinds: Any, *common_flags: Callable[[ArgumentParser], None]) -> None:
@@ -65,12 +66,12 @@ def _needle(settings: Settings, args: Namespace) -> int:
     from app.evaluation.needle import Grid, heat_map, needle
 
     text = read_haystack(args.haystack)
-    with _examiner(settings) as examiner:
+    with _examiner(settings) as examiner, _told() as progress:
         lengths = tuple(args.length or [n for n in (1024, 2048, 4096, 7500) if n + 64 < examiner.capacity])
         grid = Grid(lengths, args.depths, args.trials, args.multi, args.seed)
         head = {"lengths": lengths, "depths": args.depths, "trials": args.trials, "multi": args.multi}
         journal = _journal(examiner, args, head)
-        result = needle(examiner, Haystack.of(text, examiner.tokenizer), grid, journal, _progress)
+        result = needle(examiner, Haystack.of(text, examiner.tokenizer), grid, journal, progress)
         result |= {"settings": examiner.settings}
     heat_map(np.array(result["hits"]), lengths, result["depths"], args.out / "needle.png")
     for length, hits in zip(lengths, result["hits"], strict=True):
@@ -87,11 +88,11 @@ def _ruler(settings: Settings, args: Namespace) -> int:
     if args.samples < 1:
         raise UsageError(f"--samples is {args.samples}; it must be 1 or more.")
     text = read_haystack(args.haystack)
-    with _examiner(settings) as examiner:
+    with _examiner(settings) as examiner, _told() as progress:
         maker = PromptMaker(examiner.tokenizer, Haystack.of(text, examiner.tokenizer))
         tasks, lengths = args.task or list(TASKS), args.length or [4096]
         journal = _journal(examiner, args, {"samples": args.samples})
-        scores = ruler(examiner, maker, tasks, lengths, args.samples, args.seed, journal, _progress)
+        scores = ruler(examiner, maker, tasks, lengths, args.samples, args.seed, journal, progress)
         result = {"scores": scores, "settings": examiner.settings}
     for task, row in scores.items():
         print(f"{task:<14}" + "".join(f"{int(length):>9,}: {score:6.1%}" for length, score in row.items()))
@@ -102,9 +103,9 @@ def _longbench(settings: Settings, args: Namespace) -> int:
     from app.evaluation.longbench import longbench, read_items
 
     items = list(read_items(args.data, args.task or [], args.most))
-    with _examiner(settings) as examiner:
+    with _examiner(settings) as examiner, _told() as progress:
         journal = _journal(examiner, args, {})
-        result = {"scores": longbench(examiner, items, journal, _progress), "settings": examiner.settings}
+        result = {"scores": longbench(examiner, items, journal, progress), "settings": examiner.settings}
     for task, score in result["scores"].items():
         print(f"{task:<22}{score:6.2f}")
     return _write(args, result)
@@ -151,5 +152,11 @@ def _write(args: Namespace, result: dict[str, Any]) -> int:
     return 0
 
 
-def _progress(done: int, total: int) -> None:
-    print(f"\r{done} of {total}", end="" if done < total else "\n", file=sys.stderr, flush=True)
+@contextmanager
+def _told() -> Iterator[Callable[[int, int], None]]:
+    """Takes how many of all questions are answered."""
+    status, left = StatusLine(sys.stderr), TimeLeft()
+    try:
+        yield lambda done, total: status.show(f"{done:,} of {total:,} questions{left.told(done / total)}")
+    finally:
+        status.clear()
