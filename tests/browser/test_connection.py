@@ -25,7 +25,8 @@ class Wire:
         self._target = int(url.rpartition(":")[2])
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
-        self._dead = self._gone = False  # what is connected hears nothing; nobody is let in
+        self._frozen: set[socket.socket] = set()
+        self._gone = False  # nobody is let in
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -46,8 +47,6 @@ class Wire:
     def close(self) -> None:
         self._listening.close()
         self._drop()
-
-    _frozen: set[socket.socket] = set()  # noqa: RUF012
 
     def _drop(self) -> None:
         with self._lock:

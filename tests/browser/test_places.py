@@ -14,6 +14,7 @@ from app.evidence import Passage, Quote
 from app.service import ChatService
 from app.ui import shelf
 from app.ui.attachment import Attachment
+from app.ui.conversation import Conversation
 from app.ui.messages import turns
 from app.ui.places import told
 from app.ui.source import view
@@ -69,8 +70,6 @@ def test_an_answer_that_says_nothing_of_its_passages_does_not_rest_on_them(answe
 
 
 def _facts(chat: Chat) -> dict[str, Any]:
-    from app.ui.conversation import Conversation
-
     conversation = Conversation.__new__(Conversation)
     conversation.chat, conversation._answers = chat, []
     conversation.service = ChatService.__new__(ChatService)

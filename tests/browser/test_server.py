@@ -126,10 +126,8 @@ def test_a_signal_ends_the_server_and_leaves_nothing(tmp_path: Path, sent: signa
     with _server(tmp_path, _free_port()) as (url, running):
         assert httpx.get(url).status_code == 200
         assert list(tmp_path.glob("octavo-*"))
-        before = time.monotonic()
         running.send_signal(sent)
         assert running.wait(30) in (0, 128 + sent)
-        print(f"ended in {time.monotonic() - before:.1f} s")
     assert not list(tmp_path.glob("octavo-*"))
 
 

@@ -19,7 +19,6 @@ from kernels.attention_decode import Packed
 from kernels.attention_prefill import chunk
 from kernels.attention_window import split
 from kernels.int8_gemm import fused as gemm
-from kernels.kv4_pack import fragment_rows
 from kernels.kv4_pack import fragment_rows as blocks
 from kernels.norm_rope import fused as place
 from tests.kernels.test_cuda_sources import CHIPS, REGISTERS
@@ -146,8 +145,8 @@ def test_compiles_within_the_chips_limits(
         assert binary.metadata.shared <= CHIPS[chip], (kernel, binary.metadata.shared)
 
 
-def _read(n: int, before: int, blocks: int) -> None:
-    """Launches what a chunk of n tokens needs, `before` of whose block are there already, behind some blocks."""
+def _read(n: int, before: int, behind: int) -> None:
+    """Launches what a chunk of n tokens needs, `before` of whose block are there already, `behind` so many blocks."""
     heads, d = 4, 64
     q = torch.zeros(n, 3 * heads, d, dtype=HALF)
     own = torch.zeros(before + n, heads, d, dtype=HALF).transpose(0, 1)
@@ -156,8 +155,8 @@ def _read(n: int, before: int, blocks: int) -> None:
     for first, history in ((None, None), (front, None), (front, parts)):
         chunk.attend_chunk(q, (own, own), (past[0], past[1]), first, history, before, 1.0, q)
     chunk.merge(parts, parts, parts)
-    run = torch.zeros(2, heads, min(blocks * 128, 255) + n, d, dtype=HALF)
-    chunk.attend_window(q, (past[0], past[1]), (run[0], run[1]), blocks * 128 + before, before, 128, 256, 1.0, q)
+    run = torch.zeros(2, heads, min(behind * 128, 255) + n, d, dtype=HALF)
+    chunk.attend_window(q, (past[0], past[1]), (run[0], run[1]), behind * 128 + before, before, 128, 256, 1.0, q)
     codes, weight = torch.zeros(n, 512, dtype=torch.int8), torch.zeros(768, 512, dtype=torch.int8)
     token, scale = torch.zeros(n, 1), torch.zeros(768)
     gemm.product(codes, token, weight, scale, None, HALF)
@@ -169,15 +168,15 @@ def _read(n: int, before: int, blocks: int) -> None:
         q, torch.zeros(n, d // 2, dtype=torch.complex64), 9, ((0, 2), (8, 1)), torch.zeros(d, d), 8, torch.zeros(1, d)
     )
     words = torch.zeros(heads, 100, 64 * d, dtype=torch.uint8)
-    table = torch.zeros(200, dtype=torch.int32)[before % 7 : before % 7 + blocks]
+    table = torch.zeros(200, dtype=torch.int32)[before % 7 : before % 7 + behind]
     packed = Packed(words, words[:, None], torch.zeros(heads, 100, 128, 4, dtype=HALF), table)
-    kept = past[:, :, : 128 * blocks]
-    blocks_of = own[:, : (before + n) // 128 * 128]
-    if blocks:
-        fragment_rows.restore(packed, kept[0], kept[1])
-    if count := blocks_of.shape[1] // 128:
+    kept = past[:, :, : 128 * behind]
+    full = own[:, : (before + n) // 128 * 128]
+    if behind:
+        blocks.restore(packed, kept[0], kept[1])
+    if count := full.shape[1] // 128:
         new = replace(packed, table=table.new_zeros(count))
-        fragment_rows.store(new, blocks_of, blocks_of, 0.1, past[0, :, : 128 * count], past[1, :, : 128 * count])
+        blocks.store(new, full, full, 0.1, past[0, :, : 128 * count], past[1, :, : 128 * count])
 
 
 def test_a_length_never_seen_needs_no_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
