@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import stat
-import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
+from app.documents.archive import Archive, Locked
 from app.documents.document import Extract, Limits, clean, count
 from app.errors import BadDocument, DocumentTooLarge
 
@@ -37,10 +36,6 @@ _GENERATED = (".min.js", ".min.css", ".js.map", ".css.map", ".pyc", ".DS_Store")
 ReadFile = Callable[[bytes, str], Extract]
 
 
-class Locked(BadDocument):
-    """An archive that asks for a password, or was packed in a way that is not known here: none of it can be read."""
-
-
 @dataclass(frozen=True)
 class Entry:
     """A file of a folder or archive: its path with slashes, its size in bytes, and how to read it."""
@@ -50,13 +45,13 @@ class Entry:
     load: Callable[[], bytes]
 
 
-def read_archive(archive: zipfile.ZipFile, name: str, limits: Limits, read_file: ReadFile) -> Extract:
+def read_archive(archive: Archive, name: str, limits: Limits, read_file: ReadFile) -> Extract:
     """A zip archive that is no document of another kind. Nothing of it is written to disk."""
     entries = []
-    for member in archive.infolist():
+    for member in archive.file.infolist():
         if not member.is_dir() and not stat.S_ISLNK(member.external_attr >> 16):
             path = member.filename.replace("\\", "/")
-            entries.append(Entry(path, member.file_size, partial(_unpack, archive, member, name)))
+            entries.append(Entry(path, member.file_size, partial(archive.read, member)))
     return read_entries(entries, name, limits, read_file)
 
 
@@ -192,15 +187,6 @@ def _tools(path: str) -> str | None:
     if file in _LOCK_FILES or file.endswith((".lock", ".lockb")):
         return "lock files"
     return "generated" if file.endswith(_GENERATED) else None
-
-
-def _unpack(archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str) -> bytes:
-    try:
-        return archive.read(member)
-    except (RuntimeError, NotImplementedError) as error:  # zipfile's words for a password or a rare compression
-        raise Locked(f"{name} cannot be unpacked: {error}. Pack it again without a password.") from error
-    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise BadDocument(f"{name}: {member.filename} is damaged: {error}.") from error
 
 
 def _printable(path: str) -> str:

@@ -6,15 +6,14 @@ python-docx leaves out tracked insertions, content controls and notes; the walk 
 from __future__ import annotations
 
 import re
-import zipfile
-import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 from lxml import etree
 
+from app.documents.archive import Archive
 from app.documents.document import Extract, Limits, Meter, paginate
 from app.documents.markup import outermost, parse
-from app.errors import BadDocument
 
 _W = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 # What a person does not see: deleted and moved-away text, and the second copy of each text box.
@@ -27,37 +26,33 @@ _PLAIN = {_W + "tab": "\t", _W + "cr": "\n", _W + "noBreakHyphen": "-"}
 _NOTES = {"footnote": "word/footnotes.xml", "endnote": "word/endnotes.xml"}
 
 
-def read(archive: zipfile.ZipFile, name: str, limits: Limits) -> Extract:
+def read(archive: Archive, name: str, limits: Limits) -> Extract:
     """Text by page where the file says where its pages ended, else by length."""
-    try:
-        root = _parse(archive, "word/document.xml")
-        levels = _heading_levels(archive)
-        # Word notes where pages ended when it last saved; a break set by hand is noted there a second time.
-        rendered = root.find(f".//{_W}lastRenderedPageBreak") is not None
-        body = root.find(_W + "body")
-        meter = Meter(limits, name)
-        blocks = [] if body is None else list(_blocks(body, levels, rendered, meter))
-        for kind, member in _NOTES.items():
-            if member in archive.namelist():
-                blocks += _notes(_parse(archive, member), kind, meter)
-    except (KeyError, zipfile.BadZipFile, zlib.error, EOFError, etree.XMLSyntaxError) as error:
-        raise BadDocument(f"{name} is a damaged DOCX file: {error}. Open it and save it again.") from error
-    except (RuntimeError, NotImplementedError) as error:  # zipfile's words for a password or a rare compression
-        raise BadDocument(f"{name} cannot be unpacked: {error}. Save it again without a password.") from error
+    archive = replace(archive, kind="DOCX file", advice="Open it and save it again.")
+    root = _parse(archive, "word/document.xml")
+    levels = _heading_levels(archive)
+    # Word notes where pages ended when it last saved; a break set by hand is noted there a second time.
+    rendered = root.find(f".//{_W}lastRenderedPageBreak") is not None
+    body = root.find(_W + "body")
+    meter = Meter(limits, name)
+    blocks = [] if body is None else list(_blocks(body, levels, rendered, meter))
+    for kind, member in _NOTES.items():
+        if member in archive.names:
+            blocks += _notes(_parse(archive, member), kind, meter)
     text = "\n\n".join(block for block in blocks if block.strip(" \t\n")) + "\n"
     limits.check_chars(name, len(text))
     return Extract("docx", list(paginate(text)))
 
 
-def _parse(archive: zipfile.ZipFile, member: str) -> etree._Element:
+def _parse(archive: Archive, member: str) -> etree._Element:
     root = parse(archive, member)
     etree.strip_elements(root, *_UNSEEN, with_tail=False)
     return root
 
 
-def _heading_levels(archive: zipfile.ZipFile) -> dict[str, int]:
+def _heading_levels(archive: Archive) -> dict[str, int]:
     """Style id -> heading level from 1; ids are in the language of the Word that wrote them, names are not."""
-    if "word/styles.xml" not in archive.namelist():
+    if "word/styles.xml" not in archive.names:
         return {}
     levels = {}
     for style in _parse(archive, "word/styles.xml").iter(_W + "style"):

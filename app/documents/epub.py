@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import posixpath
-import zipfile
-import zlib
+from dataclasses import replace
 from urllib.parse import unquote, urlsplit
 
 from lxml import etree
 
 from app.documents import html
+from app.documents.archive import Archive
 from app.documents.document import Extract, Limits
 from app.documents.markup import parse
 from app.errors import BadDocument
@@ -21,29 +21,25 @@ _FONT_METHODS = ("http://www.idpf.org/2008/embedding", "http://ns.adobe.com/pdf/
 _TEXT = ("application/xhtml+xml", "text/html", "application/x-dtbook+xml")
 
 
-def read(archive: zipfile.ZipFile, name: str, limits: Limits) -> Extract:
+def read(archive: Archive, name: str, limits: Limits) -> Extract:
     """Pages of the chapters; the title comes first."""
-    try:
-        members = set(archive.namelist())
-        if _ENCRYPTION in members and _protected(parse(archive, _ENCRYPTION)):
-            raise BadDocument(f"{name} is a book protected by DRM, which only its seller's program opens.")
-        packages = [item.get("full-path") for item in parse(archive, _CONTAINER).iter("{*}rootfile")]
-        if not packages or packages[0] not in members:
-            raise BadDocument(f"{name} is a damaged EPUB: it names no contents. Get it anew, or convert it to PDF.")
-        package = parse(archive, packages[0])
-        chapters = [chapter for chapter in _spine(package, posixpath.dirname(packages[0])) if chapter in members]
-        pages: list[str] = []
-        chars = 0
-        for chapter in chapters:
-            limits.check_time(name)
-            for page in _chapter(archive.read(chapter), name, limits):
-                chars += len(page)
-                limits.check_chars(name, chars)
-                pages.append(page)
-    except (KeyError, zipfile.BadZipFile, zlib.error, EOFError, etree.XMLSyntaxError) as error:
-        raise BadDocument(f"{name} is a damaged EPUB: {error}. Get it anew, or convert it to PDF.") from error
-    except (RuntimeError, NotImplementedError) as error:  # zipfile's words for a password or a rare compression
-        raise BadDocument(f"{name} cannot be unpacked: {error}. Save it again without a password.") from error
+    archive = replace(archive, kind="EPUB", advice="Get it anew, or convert it to PDF.")
+    members = set(archive.names)
+    if _ENCRYPTION in members and _protected(parse(archive, _ENCRYPTION)):
+        raise BadDocument(f"{name} is a book protected by DRM, which only its seller's program opens.")
+    packages = [item.get("full-path") for item in parse(archive, _CONTAINER).iter("{*}rootfile")]
+    if not packages or packages[0] not in members:
+        raise archive.damaged("it names no contents")
+    package = parse(archive, packages[0])
+    chapters = [chapter for chapter in _spine(package, posixpath.dirname(packages[0])) if chapter in members]
+    pages: list[str] = []
+    chars = 0
+    for chapter in chapters:
+        limits.check_time(name)
+        for page in _chapter(archive.read(chapter), name, limits):
+            chars += len(page)
+            limits.check_chars(name, chars)
+            pages.append(page)
     title = package.findtext(".//{http://purl.org/dc/elements/1.1/}title")
     if title and title.strip() and pages:
         pages[0] = f"{' '.join(title.split())}\n\n{pages[0]}"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterator
 
 from lxml import etree
 
+from app.documents.archive import Archive
 
-def parse(archive: zipfile.ZipFile, member: str) -> etree._Element:
-    """The root of a member; nothing else is loaded. Raises KeyError, XMLSyntaxError and zipfile's errors."""
-    return etree.fromstring(archive.read(member), etree.XMLParser(resolve_entities=False, no_network=True))
+
+def parse(archive: Archive, member: str) -> etree._Element:
+    """The root of a member; nothing else is loaded. Raises BadDocument."""
+    data = archive.read(member)
+    try:
+        return etree.fromstring(data, etree.XMLParser(resolve_entities=False, no_network=True))
+    except etree.XMLSyntaxError as error:
+        raise archive.damaged(f"{member}: {error}") from error
 
 
 def outermost(parent: etree._Element, *tags: str) -> Iterator[etree._Element]:

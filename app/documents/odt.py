@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 from lxml import etree
 
+from app.documents.archive import Archive
 from app.documents.document import Extract, Limits, Meter, paginate
 from app.documents.markup import outermost, parse
 from app.errors import BadDocument
@@ -21,21 +21,17 @@ _PLAIN = {_TEXT + "tab": "\t", _TEXT + "line-break": "\n", _TEXT + "soft-page-br
 _PARAGRAPHS = (_TEXT + "p", _TEXT + "h")
 
 
-def read(archive: zipfile.ZipFile, name: str, limits: Limits) -> Extract:
+def read(archive: Archive, name: str, limits: Limits) -> Extract:
     """Text by page where the file says where its pages ended, else by length."""
-    try:
-        members = archive.namelist()
-        if "META-INF/manifest.xml" in members and _encrypted(parse(archive, "META-INF/manifest.xml")):
-            raise BadDocument(f"{name} is protected by a password. Save it without one.")
-        root = parse(archive, "content.xml")
-        etree.strip_elements(root, *_UNSEEN, with_tail=False)
-        body = root.find(f"{_OFFICE}body/{_OFFICE}text")
-        notes: list[str] = []
-        blocks = [] if body is None else list(_blocks(body, notes, Meter(limits, name)))
-    except (KeyError, zipfile.BadZipFile, zlib.error, EOFError, etree.XMLSyntaxError) as error:
-        raise BadDocument(f"{name} is a damaged ODT file: {error}. Open it and save it again.") from error
-    except (RuntimeError, NotImplementedError) as error:  # zipfile's words for a password or a rare compression
-        raise BadDocument(f"{name} cannot be unpacked: {error}. Save it again without a password.") from error
+    archive = replace(archive, kind="ODT file", advice="Open it and save it again.")
+    members = archive.names
+    if "META-INF/manifest.xml" in members and _encrypted(parse(archive, "META-INF/manifest.xml")):
+        raise BadDocument(f"{name} is protected by a password. Save it without one.")
+    root = parse(archive, "content.xml")
+    etree.strip_elements(root, *_UNSEEN, with_tail=False)
+    body = root.find(f"{_OFFICE}body/{_OFFICE}text")
+    notes: list[str] = []
+    blocks = [] if body is None else list(_blocks(body, notes, Meter(limits, name)))
     text = "\n\n".join(block for block in (*blocks, *notes) if block.strip(" \t\n")) + "\n"
     limits.check_chars(name, len(text))
     return Extract("odt", list(paginate(text)))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import re
-import zipfile
 from pathlib import Path, PurePath
 
 from app.documents import codebase, docx, epub, html, notebook, odt, packed, pdf, rtf, text
+from app.documents.archive import Archive, Locked, open_archive
 from app.documents.document import Document, Extract, File, Limits, clean, count, lay_out
 from app.errors import BadDocument, DocumentTooLarge
 
@@ -111,7 +110,10 @@ def _inside(limits: Limits) -> codebase.ReadFile:
         zipped = data.startswith(_ZIP) and PurePath(name).suffix.lower() not in documents
         if zipped or packed.is_packed(data) or packed.is_tar(data):
             raise BadDocument(f"{name} is an archive inside another.")
-        return _extract(data, name, limits)
+        try:
+            return _extract(data, name, limits)
+        except Locked as error:  # this document alone, not what it lies in
+            raise BadDocument(str(error)) from error
 
     return read
 
@@ -147,37 +149,29 @@ def _extract(data: bytes, name: str, limits: Limits) -> Extract:
 
 
 def _read_zip(data: bytes, name: str, limits: Limits) -> Extract:
-    try:
-        archive = zipfile.ZipFile(io.BytesIO(data))
-    # zipfile raises NotImplementedError for archives in several parts and for versions it does not know
-    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-        raise BadDocument(f"{name} is a damaged ZIP or Office file: {error}. Save it again.") from error
-    with archive:
-        _check_members(archive, name, limits)
-        names = set(archive.namelist())
-        if "word/document.xml" in names:
-            return docx.read(archive, name, limits)
-        if "xl/workbook.xml" in names:
-            raise BadDocument(f"{name} is an Excel workbook, which is not read. Export its sheets as CSV.")
-        if "ppt/presentation.xml" in names:
-            raise BadDocument(f"{name} is a PowerPoint file, which is not read. Export it as PDF.")
-        if "META-INF/container.xml" in names or PurePath(name).suffix.lower() == ".epub":
-            return epub.read(archive, name, limits)
-        if {"mimetype", "content.xml"} <= names:
-            return _read_open_document(archive, name, limits)
-        if (suffix := PurePath(name).suffix.lower()) in _OFFICE:
-            raise BadDocument(
-                f"{name} is a ZIP archive, although its name ends in {suffix}. Open it and save it again."
-            )
-        return codebase.read_archive(archive, name, limits, _inside(limits))
+    archive = open_archive(data, name)
+    _check_members(archive, name, limits)
+    names = set(archive.names)
+    if "word/document.xml" in names:
+        return docx.read(archive, name, limits)
+    if "xl/workbook.xml" in names:
+        raise BadDocument(f"{name} is an Excel workbook, which is not read. Export its sheets as CSV.")
+    if "ppt/presentation.xml" in names:
+        raise BadDocument(f"{name} is a PowerPoint file, which is not read. Export it as PDF.")
+    if "META-INF/container.xml" in names or PurePath(name).suffix.lower() == ".epub":
+        return epub.read(archive, name, limits)
+    if {"mimetype", "content.xml"} <= names:
+        return _read_open_document(archive, name, limits)
+    if (suffix := PurePath(name).suffix.lower()) in _OFFICE:
+        raise BadDocument(f"{name} is a ZIP archive, although its name ends in {suffix}. Open it and save it again.")
+    return codebase.read_archive(archive, name, limits, _inside(limits))
 
 
 _ODF = b"application/vnd.oasis.opendocument."
 
 
-def _read_open_document(archive: zipfile.ZipFile, name: str, limits: Limits) -> Extract:
-    with archive.open("mimetype") as file:
-        kind = file.read(100)
+def _read_open_document(archive: Archive, name: str, limits: Limits) -> Extract:
+    kind = archive.read("mimetype")
     if kind.startswith(_ODF + b"text"):
         return odt.read(archive, name, limits)
     if kind.startswith(_ODF + b"spreadsheet"):
@@ -185,9 +179,9 @@ def _read_open_document(archive: zipfile.ZipFile, name: str, limits: Limits) -> 
     raise BadDocument(f"{name} is an OpenDocument presentation or drawing, which is not read. Export it as PDF.")
 
 
-def _check_members(archive: zipfile.ZipFile, name: str, limits: Limits) -> None:
+def _check_members(archive: Archive, name: str, limits: Limits) -> None:
     """Refuse what unpacks to too much, holds too many files or leads outside, before anything is unpacked."""
-    members = archive.infolist()
+    members = archive.file.infolist()
     if len(members) > codebase.MAX_ENTRIES:
         most = codebase.MAX_ENTRIES
         raise DocumentTooLarge(f"{name} holds {len(members):,} files; {most:,} are the most. Add a part of it.")

@@ -14,6 +14,7 @@ from models.cache.pool import BlockPool
 from models.cache.shape import CacheShape
 
 SHAPE = CacheShape((2, 0, 1), (1, 3, 2), 2, 64, 8, 40, 4, torch.float16, torch.float32)
+SMALLER = replace(SHAPE, block=64, front=16)
 
 
 def _token(heads: int) -> tuple[torch.Tensor, ...]:
@@ -69,36 +70,26 @@ def test_the_newest_queries_of_watched_heads_are_kept(poisoned):
 
 
 @pytest.mark.parametrize(
-    ("position", "clock"),
+    ("shape", "position", "clock"),
     [
-        (0, Clock(1, 0, 0, 1, 0, -1)),
-        (7, Clock(8, 0, 7, 8, 7, -1)),
-        (8, Clock(9, 0, 8, 9, 8, -1)),
-        (47, Clock(48, 0, 47, 48, 47, -1)),
-        (48, Clock(49, 0, 48, 48, 8, -1)),
-        (127, Clock(128, 0, 127, 48, 47, -1)),
-        (128, Clock(129, 0, 128, 48, 8, -1)),
-        (255, Clock(256, 0, 255, 48, 15, 0)),
-        (256, Clock(129, 1, 128, 48, 16, -1)),
-        (4_194_303, Clock(256, 32_766, 255, 48, 23, 32_766)),
+        (SHAPE, 0, Clock(1, 0, 0, 1, 0, -1)),
+        (SHAPE, 7, Clock(8, 0, 7, 8, 7, -1)),
+        (SHAPE, 8, Clock(9, 0, 8, 9, 8, -1)),
+        (SHAPE, 47, Clock(48, 0, 47, 48, 47, -1)),
+        (SHAPE, 48, Clock(49, 0, 48, 48, 8, -1)),
+        (SHAPE, 127, Clock(128, 0, 127, 48, 47, -1)),
+        (SHAPE, 128, Clock(129, 0, 128, 48, 8, -1)),
+        (SHAPE, 255, Clock(256, 0, 255, 48, 15, 0)),
+        (SHAPE, 256, Clock(129, 1, 128, 48, 16, -1)),
+        (SHAPE, 4_194_303, Clock(256, 32_766, 255, 48, 23, 32_766)),
+        (SMALLER, 15, Clock(16, 0, 15, 16, 15, -1)),
+        (SMALLER, 16, Clock(17, 0, 16, 17, 16, -1)),
+        (SMALLER, 79, Clock(80, 0, 79, 48, 39, 0)),
+        (SMALLER, 80, Clock(17, 1, 16, 48, 40, -1)),
+        (SMALLER, 1103, Clock(80, 16, 79, 48, 23, 16)),
     ],
 )
-def test_the_clock(position, clock):
-    got = clock_at(torch.tensor([position]), SHAPE)
+def test_the_clock(shape, position, clock):
+    got = clock_at(torch.tensor([position]), shape)
     assert got.dtype == torch.int32
-    assert Clock(*got.tolist()) == clock
-
-
-@pytest.mark.parametrize(
-    ("position", "clock"),
-    [
-        (15, Clock(16, 0, 15, 16, 15, -1)),
-        (16, Clock(17, 0, 16, 17, 16, -1)),
-        (79, Clock(80, 0, 79, 48, 39, 0)),
-        (80, Clock(17, 1, 16, 48, 40, -1)),
-        (1103, Clock(80, 16, 79, 48, 23, 16)),
-    ],
-)
-def test_the_clock_of_smaller_blocks(position, clock):
-    got = clock_at(torch.tensor([position]), replace(SHAPE, block=64, front=16))
     assert Clock(*got.tolist()) == clock
