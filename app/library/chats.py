@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from app.chat import Chat, Selection, Turn
 from app.documents import Document
 from app.engine.types import SamplingParams
 from app.evidence import Passage, Quote
+from app.library.export import markdown
 from app.library.files import names_in, read_json, write_whole
 
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -156,7 +156,7 @@ class ChatStore:
             turn.pop("ids", None)
         if kind == "json":
             return json.dumps({"format": "octavo-chat", "version": 1} | plain, ensure_ascii=False, indent=2) + "\n"
-        return _markdown(plain)
+        return markdown(plain)
 
     def _path(self, chat_id: str) -> Path:
         return self.folder / f"{chat_id}.json"
@@ -276,46 +276,3 @@ def _turn(entry: dict[str, Any], documents: dict[str, Document | None], ids: byt
         tuple(Quote(**quote) for quote in entry["quotes"]),
         entry.get("model", ""),
     )
-
-
-def _pages(first: int, last: int) -> str:
-    return f"page {first}" if first == last else f"pages {first} to {last}"
-
-
-def _time(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC")
-
-
-def _where(place: dict[str, Any]) -> str:
-    """The file and line of a passage or quote as it is saved."""
-    if not place["name"]:
-        return "not in the documents"
-    return place["name"] + (f", line {place['line']}" if place.get("line") else "")
-
-
-def _markdown(plain: dict[str, Any]) -> str:
-    turns = {turn["id"]: turn for turn in plain["turns"]}
-    path, at = [], plain["head"]
-    while at is not None:
-        path.append(turns[at])
-        at = turns[at]["parent"]
-    parts = [f"# {plain['title']}", _time(plain["created"])]
-    for turn in reversed(path):
-        parts.append("## " + " ".join(turn["question"].split()))
-        if "\n" in turn["question"].strip():
-            parts.append("> " + turn["question"].strip().replace("\n", "\n> "))
-        parts += [
-            f"*Document: {source['name']}, {_pages(source['first_page'], source['last_page'])}*"
-            for source in turn["sources"]
-        ]
-        parts.append(f"*{_time(turn['at'])}{', answered by ' + turn['model'] if turn.get('model') else ''}*")
-        parts += filter(None, (turn["answer"].strip(), f"*{turn['error']}*" if turn["error"] else ""))
-        if not turn["answer"].strip() and not turn["error"]:
-            parts.append("*No answer.*")
-        places = [f"- {_where(p)} ({p['strength']:.0%}): {' '.join(p['excerpt'].split())}" for p in turn["passages"]]
-        if places:
-            parts.append("Passages that it looked at most:\n\n" + "\n".join(places))
-        quoted = [f"- \u201c{' '.join(q['text'].split())}\u201d: {_where(q)}" for q in turn["quotes"]]
-        if quoted:
-            parts.append("Quotes:\n\n" + "\n".join(quoted))
-    return "\n\n".join(parts) + "\n"

@@ -1,8 +1,8 @@
 /* Attention of a chunk on AMX, in bf16 with fp32 sums.
 
    A task is one KV head and 128 tokens' queries, 32 rows of one query head at a time, with the keys in steps of 128.
-   Packed blocks are brought into the order of the matrix units as they are needed: unpacking 128 tokens costs 2,000 cycles, and a
-   group of three query heads works on it for 40,000. */
+   Packed blocks are brought into the order of the matrix units as they are needed: unpacking 128 tokens costs 2,000
+   cycles, and a group of three query heads works on it for 40,000. */
 
 #include "native.h"
 
@@ -16,8 +16,8 @@ static inline __m512i two(__m512 a, __m512 b) {
     return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(b, a));
 }
 
-/* `count` exact keys and values [.., d] in fp16, zeros behind them up to `size` (a multiple of 32), as right sides: key tile [key / 16, channel / 32]
-   has channels as rows, value tile [key / 32, channel / 16] has keys as rows. */
+/* `count` exact keys and values [.., d] in fp16, zeros behind them up to `size` (a multiple of 32), as right sides: key
+   tile [key / 16, channel / 32] has channels as rows, value tile [key / 32, channel / 16] has keys as rows. */
 static void lay_exact(const uint16_t *k, const uint16_t *v, i64 count, i64 size, int d, uint32_t *keys,
                       uint32_t *values) {
     uint32_t words[BLOCK * 128];

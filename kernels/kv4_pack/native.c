@@ -60,7 +60,8 @@ static void quantize(const uint16_t *x, int d, int wide, float share, uint8_t *c
 }
 
 /* Whole blocks of `size` tokens (a multiple of the panel, at most LONGEST) of fp16 keys and values [heads, stride] into
-   the pool's blocks `ids`; strides of the pool in bytes (scales: in halves). With `wide` the upper half of the d channels is stored, in 8 bits. */
+   the pool's blocks `ids`; strides of the pool in bytes (scales: in halves). With `wide` the upper half of the d
+   channels is stored, in 8 bits. */
 void write_blocks(const uint16_t *k, const uint16_t *v, i64 stride, const int32_t *ids, i64 blocks, int size, i64 heads,
                   int d, int wide, float share, uint8_t *keys, i64 k_head, i64 k_block, uint8_t *values, i64 v_head,
                   i64 v_panel, i64 v_block, uint16_t *scales, i64 s_head, i64 s_block, int threads) {
