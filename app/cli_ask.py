@@ -22,6 +22,7 @@ from app.engine.types import Done, Failed, Progress, Queued, SamplingParams, Tok
 from app.engines import open_service
 from app.errors import UsageError
 from app.evidence import Passage
+from app.places import told
 from app.service import ChatService, MemoryBegins, Selection, check_request
 from app.status_line import StatusLine, left
 
@@ -75,7 +76,7 @@ def ask(
             if done.finish_reason in _ENDS:
                 print(f"octavo: {_ENDS[done.finish_reason]}", file=sys.stderr)
             for passage in chat.turns[-1].passages[:2] if chat.turns else ():
-                print(f"octavo: {_rests_on(passage)}", file=sys.stderr)
+                print(f"octavo: {_rests_on(passage, sources)}", file=sys.stderr)
             if (begins := service.memory_begins(chat)) is not None:
                 print(f"octavo: {_forgotten(begins, chat.token_count)}", file=sys.stderr)
         return 128 + signal.SIGINT if done.finish_reason == "cancelled" else 0
@@ -84,10 +85,11 @@ def ask(
         service.close()
 
 
-def _rests_on(passage: Passage) -> str:
+def _rests_on(passage: Passage, sources: Sequence[Selection]) -> str:
     """One line that says where to look."""
-    place = f"{passage.name}, page {passage.page}, line {passage.line}"
-    return f"{passage.strength:.0%} from {place}: {textwrap.shorten(passage.excerpt, 100, placeholder=' …')}"
+    document = next((source.document for source in sources if source.label == passage.document), None)
+    excerpt = textwrap.shorten(passage.excerpt, 100, placeholder=" …")
+    return f"{passage.strength:.0%} from {told(passage, document)}: {excerpt}"
 
 
 def _named(settings: dict[str, Any]) -> dict[str, Any]:

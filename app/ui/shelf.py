@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
+from app.places import is_code
 from app.ui.attachment import Attachment
-from app.ui.places import is_code
 from app.ui.words import plural
 
 

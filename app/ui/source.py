@@ -6,8 +6,8 @@ from html import escape
 
 from app.documents import Document
 from app.evidence import Passage, Quote
+from app.places import is_code
 from app.ui.parts import fresh
-from app.ui.places import is_code
 
 CODE = ' class="oc-code"'
 

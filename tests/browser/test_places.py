@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
+from app import cli_ask
 from app.chat import Chat, Selection, Turn
 from app.documents import Document, File, Page
 from app.evidence import Passage, Quote
+from app.places import told
 from app.service import ChatService
 from app.ui import shelf
 from app.ui.attachment import Attachment
 from app.ui.conversation import Conversation
 from app.ui.messages import turns
-from app.ui.places import told
 from app.ui.source import view
 
 TEXT = "tree\nguide one\nguide two\n    def retry():\n"
@@ -37,6 +38,11 @@ def passage(document: Document, at: int, end: int, excerpt: str) -> Passage:
 )
 def test_pages_are_those_of_the_file_and_code_has_none(at: int, says: str) -> None:
     assert told(passage(SHOP, at, at + 5, "x"), SHOP) == says
+
+
+def test_the_command_line_tells_places_as_the_page_does() -> None:
+    found = passage(SHOP, 25, len(SHOP.text), "    def retry():")
+    assert cli_ask._rests_on(found, [Selection.whole(SHOP)]) == "50% from net/client.py, line 1: def retry():"
 
 
 def test_other_documents_have_their_pages() -> None:
