@@ -103,15 +103,17 @@ def heads_panel(service: ChatService, session: gr.State, changed: Sequence[gr.HT
 
     async def used(*values: Any) -> AsyncIterator[dict[Any, Any]]:
         stage: list[tuple[str, float]] = [("", 0.0)]
-        opening = {use: gr.Button("Opening the model anew", interactive=False)}  # told every time, as in selftest.py
-        yield opening | {note: strip.strip("busy", "Waiting", share=-1)}
+        yield {
+            use: gr.Button("Opening the model anew", interactive=False),
+            note: strip.strip("busy", "Waiting", share=-1),
+        }
         try:
             if (heads := service.heads) is None:
                 raise UsageError("The model is still loading.")
             chosen = _chosen(service, heads, values)
             wanted = replace(heads.settings, **chosen)
             chunk_now = int(service.status()["settings"]["chunk"])
-            yield opening | {preview: comparison(heads, wanted, _context(service), chunk_now, "Next")}
+            yield {preview: comparison(heads, wanted, _context(service), chunk_now, "Next")}
             work = asyncio.create_task(
                 asyncio.to_thread(service.change, chosen, lambda *now: stage.__setitem__(0, now))
             )
@@ -121,7 +123,7 @@ def heads_panel(service: ChatService, session: gr.State, changed: Sequence[gr.HT
                 text = strip.strip("busy", escape(said), f"{share:.0%}" if share else "", share or -1)
                 if text != shown:
                     shown = text
-                    yield opening | {note: text}
+                    yield {note: text}
                 await asyncio.sleep(_POLL_S)
             work.result()
         except Exception as error:

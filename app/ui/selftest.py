@@ -84,21 +84,19 @@ def self_test_form(service: ChatService, session: gr.State, changed: Sequence[An
         run: _Run | None = None
         runs[session.token] = None
         try:
-            # Told every time: a busy browser gets several at once, and the library has changed the first by then.
-            buttons = {start: gr.Button(visible=False), stop: gr.Button(visible=True)}
-            yield buttons | {chart: "<p>Preparing …</p>"}
+            yield {start: gr.Button(visible=False), stop: gr.Button(visible=True), chart: "<p>Preparing …</p>"}
             document = await asyncio.to_thread(_opened, session, sources[title])
             run = runs[session.token] = _Run(await asyncio.to_thread(service.self_test, document, int(facts)))
             shown = ""
             while run.running and session.page == page:  # a page that is closed asks no further
                 if (now := depth_chart(run.test, title, list(run.seen), _where(run))) != shown:
                     shown = now
-                    yield buttons | {chart: now}
+                    yield {chart: now}
                 await asyncio.sleep(_POLL_S)
             if run.error is not None and not isinstance(run.error, Stopped):
                 raise run.error
             ended = "" if run.error is None else f"Stopped after {len(run.seen)} of {run.test.count}."
-            yield buttons | {chart: depth_chart(run.test, title, run.seen, ended)}
+            yield {chart: depth_chart(run.test, title, run.seen, ended)}
         except Exception as error:
             yield {chart: f'<p class="oc-lost">{escape(describe(error)[0])}</p>'}
         finally:
