@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from app.config import Settings
 from app.embedded import embedded_model_path
-from app.engine.runner import _EARLY, build_runner
+from app.engine.runner import build_runner
 from app.engine.sizing import fit, resolve_shape
+from app.engine.slot import EARLY
 from app.engine.types import SamplingParams
 from app.errors import ContextTooLong, UsageError
 from benchmarks._llama_8b import LLAMA_8B
@@ -76,7 +77,7 @@ def test_second_turn_reads_only_its_new_tokens(runner, prose_ids):
 
 def test_the_same_prompt_again_reads_its_last_block_only_and_answers_the_same(runner, prose_ids):
     cached, first, second = _ask_twice(runner, prose_ids[1000:1650])
-    assert cached == 649 // _EARLY * _EARLY
+    assert cached == 649 // EARLY * EARLY
     assert second == first
 
 
@@ -88,7 +89,7 @@ def test_asking_again_reads_at_most_a_block_or_the_last_chunk(runner, prose_ids,
     _read(runner, slot, prompt)
     slot.publish("d")
     again = runner.start(prompt, "d")
-    assert length - again.cached <= _EARLY
+    assert length - again.cached <= EARLY
     again.discard()
 
 

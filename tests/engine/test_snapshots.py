@@ -14,6 +14,7 @@ import torch
 from app.config import Settings
 from app.embedded import embedded_model_path
 from app.engine import runner as runner_module
+from app.engine import slot as slot_module
 from app.engine.runner import build_runner
 from app.engine.sizing import resolve_shape
 from app.engine.snapshots import LEAST_TOKENS, SnapshotStore
@@ -159,7 +160,7 @@ def test_a_prefill_that_was_killed_goes_on_at_its_last_chunk(tmp_path, prose_ids
         import json, os, sys
         from tests.engine.test_snapshots import _build
         from pathlib import Path
-        from app.engine import runner as module
+        from app.engine import slot as module
         module.CHECKPOINT_S = 0.0
         prompt = json.loads(sys.stdin.read())
         runner = _build(Path({str(tmp_path)!r}))
@@ -199,7 +200,7 @@ def test_a_stopped_prefill_is_saved_too(tmp_path, prose_ids):
 
 def test_a_full_pool_takes_back_what_waits_to_be_written(tmp_path, prose_ids, monkeypatch):
     runner = _build(tmp_path)
-    monkeypatch.setattr(runner_module, "CHECKPOINT_S", 0.0)
+    monkeypatch.setattr(slot_module, "CHECKPOINT_S", 0.0)
     hold = runner.pool.allocate(runner.pool.free - 768 // runner.pool.shape.block)
     for i in range(3):
         _ask(runner, [i, *prose_ids[:650]], (Mark(560, "A"),), steps=1, chat=f"chat {i}")
