@@ -1,24 +1,23 @@
-"""Saved caches: which prefixes are on disk, finding the longest, writing beside the engine, a quota."""
+"""Saved caches: opened from disk, written beside the engine, deleted with what they were read of."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from app.engine.snapshot_tree import Saved, SnapshotTree, key_after
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
-from models.cache.snapshot import Snapshot, read_chain, read_footer, write_snapshot
+from models.cache.snapshot import Snapshot, read_chain, write_snapshot
 from models.errors import BadSnapshot
 from models.files import sweep
 
@@ -26,20 +25,7 @@ log = logging.getLogger(__name__)
 
 LEAST_TOKENS = 512  # a shorter stretch is read again sooner than its windows are written
 WAITING = 2  # caches that wait to be written, beside the one that is
-_SUFFIX = ".kv"
 _PATIENCE_S = 30.0  # for a file that is written while it is to be deleted
-_DISK_LEFT = 1 << 30  # bytes of the disk that are left alone
-
-
-@dataclass(eq=False)
-class _Saved:
-    path: Path
-    snapshot: Snapshot
-    used: float
-
-    @property
-    def bytes(self) -> int:
-        return self.snapshot.bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,17 +39,14 @@ class _Job:
 class SnapshotStore:
     """A tree of saved prefixes under one folder, shared by all models; `kind` says which of them a cache fits.
 
-    A snapshot's key hashes its kind and every token before its end, so equal prompts meet in equal files. Reading is
-    for the engine's thread; writing has a thread of its own; everything else may come from any thread.
+    Reading is for the engine's thread; writing has a thread of its own; everything else may come from any thread.
     """
 
     def __init__(self, folder: Path, kind: str, quota: int) -> None:
-        self.folder = folder
         self.kind = kind
         self.quota = quota
         self.pinned: Callable[[], frozenset[str]] = frozenset
         self.notes: deque[str] = deque(maxlen=20)
-        self._saved: dict[str, _Saved] = {}
         self._jobs: deque[_Job] = deque()
         self._writing: _Job | None = None
         self._dropping = False
@@ -71,17 +54,14 @@ class SnapshotStore:
         self._changed = threading.Condition()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         sweep(folder)
-        self._look()
+        self._tree = SnapshotTree(folder, self._note)
         self._thread = threading.Thread(target=self._work, name="octavo-snapshots", daemon=True)
         self._thread.start()
 
     def find(self, prompt: np.ndarray, beyond: int = 0) -> list[tuple[Path, Snapshot]]:
         """The chain of files to the longest saved prefix that leaves a token to read; [] when not past `beyond`."""
-        best: list[_Saved] = []
         with self._changed:
-            for chain in self._chains(prompt, len(prompt) - 1):
-                if not best or chain[-1].snapshot.length > best[-1].snapshot.length:
-                    best = chain
+            best = self._tree.longest(self.kind, prompt, len(prompt) - 1)
         if not best or best[-1].snapshot.length <= beyond:
             return []
         return [(saved.path, saved.snapshot) for saved in best]
@@ -89,7 +69,8 @@ class SnapshotStore:
     def length(self, ids: np.ndarray) -> int:
         """How many of `ids`, from the first on, are on disk."""
         with self._changed:
-            return max((chain[-1].snapshot.length for chain in self._chains(ids, len(ids))), default=0)
+            chain = self._tree.longest(self.kind, ids, len(ids))
+        return chain[-1].snapshot.length if chain else 0
 
     def read(
         self,
@@ -115,12 +96,12 @@ class SnapshotStore:
                 self._note(f"A saved reading cannot be used; the text is read again: {error}")
             with self._changed:
                 for key in [s.key for path, s in chain if not gone or not path.exists()]:
-                    self._delete(key, files=False)
+                    self._tree.delete(key, files=False)
             return None
         now = time.time()
         with self._changed:
             for path, snapshot in chain:
-                if saved := self._saved.get(snapshot.key):
+                if saved := self._tree.saved.get(snapshot.key):
                     saved.used = now
                     _touch(path, now)
         return cache
@@ -178,9 +159,9 @@ class SnapshotStore:
         self._give_up(lambda job: label in job.labels)
         with self._changed:
             keys: set[str] = set()
-            for key in [key for key, saved in self._saved.items() if label in saved.snapshot.labels]:
-                keys.update(self._ancestry(key), self._offspring(key))
-            self._release(keys, wanted)
+            for key in [key for key, saved in self._tree.saved.items() if label in saved.snapshot.labels]:
+                keys.update(self._tree.ancestry(key), self._tree.offspring(key))
+            self._tree.release(keys, wanted)
 
     def forget_paths(
         self, paths: Iterable[Sequence[int]], others: Iterable[Sequence[int]], wanted: Container[str]
@@ -189,18 +170,18 @@ class SnapshotStore:
         own = [np.asarray(path, dtype=np.int64) for path in paths]
         self._give_up(lambda job: any(_begins(path, job.ids) for path in own))
         with self._changed:
-            keys = set().union(*map(self._along, own))
+            keys = set().union(*map(self._tree.along, own))
         for path in others:  # read from the disk, while nobody waits for the lock
             with self._changed:
-                keys -= self._along(np.asarray(path, dtype=np.int64))
+                keys -= self._tree.along(np.asarray(path, dtype=np.int64))
         with self._changed:
-            self._release(keys, wanted)
+            self._tree.release(keys, wanted)
 
     def drop(self, which: Callable[[Snapshot], bool]) -> None:
         """Delete snapshots and all that builds on them."""
         with self._changed:
-            for key in [key for key, saved in self._saved.items() if which(saved.snapshot)]:
-                self._delete(key)
+            for key in [key for key, saved in self._tree.saved.items() if which(saved.snapshot)]:
+                self._tree.delete(key)
 
     def bytes_of(self, label: str | None = None) -> int:
         """Bytes on disk of what was read of a document; of everything without a label.
@@ -210,111 +191,14 @@ class SnapshotStore:
         """
         with self._changed:
             if label is None:
-                return sum(saved.bytes for saved in self._saved.values())
-            return sum(self._saved[key].bytes for key, owner in self._shares().items() if owner == label)
+                return sum(saved.bytes for saved in self._tree.saved.values())
+            return sum(self._tree.saved[key].bytes for key, owner in self._tree.shares().items() if owner == label)
 
     def labels(self) -> frozenset[str]:
         """The labels of snapshots that fit this model."""
         with self._changed:
-            own = [saved.snapshot for saved in self._saved.values() if saved.snapshot.kind == self.kind]
+            own = [saved.snapshot for saved in self._tree.saved.values() if saved.snapshot.kind == self.kind]
         return frozenset(label for snapshot in own for label in snapshot.labels)
-
-    # ---- the tree
-
-    def _look(self) -> None:
-        """Learn what is in the folder: other programs may write there, and make room, at the same time."""
-        known = {saved.path.name: key for key, saved in self._saved.items()}
-        found = set()
-        for path in self.folder.iterdir():
-            if path.suffix != _SUFFIX:
-                continue
-            found.add(path.name)
-            if path.name in known:
-                continue
-            try:
-                snapshot = read_footer(path)
-                if path.stem != snapshot.key:
-                    raise BadSnapshot(f"{path.name} is the snapshot {snapshot.key}.")
-                self._saved[snapshot.key] = _Saved(path, snapshot, path.stat().st_mtime)
-            except BadSnapshot as error:
-                self._note(f"A saved reading was damaged and is dropped: {error}")
-                path.unlink(missing_ok=True)
-            except FileNotFoundError:
-                pass  # deleted just now
-            except OSError as error:
-                self._note(f"A saved reading cannot be used: {error}")
-        for name in set(known) - found:
-            self._delete(known[name], files=False)
-        for key, saved in list(self._saved.items()):
-            parent = saved.snapshot.parent
-            if parent and parent not in self._saved:
-                self._delete(key, files=not (self.folder / f"{parent}{_SUFFIX}").exists())
-
-    def _children(self, key: str, kind: str) -> list[_Saved]:
-        found = [s for s in self._saved.values() if s.snapshot.parent == key and s.snapshot.kind == kind]
-        return sorted(found, key=lambda saved: saved.snapshot.length)
-
-    def _chains(self, prompt: np.ndarray, most: int, kind: str = "") -> Iterator[list[_Saved]]:
-        """Every chain of snapshots that is a prefix of the prompt, of at most `most` tokens."""
-        kind = kind or self.kind
-        waiting: list[list[_Saved]] = [[]]
-        while waiting:
-            chain = waiting.pop()
-            parent, start = (chain[-1].snapshot.key, chain[-1].snapshot.length) if chain else ("", 0)
-            digest, at = _begin(kind, parent), start
-            for child in self._children(parent, kind):
-                length = child.snapshot.length
-                if child.snapshot.start != start or length > most:
-                    continue
-                digest.update(_bytes(prompt[at:length]))
-                at = length
-                if digest.hexdigest() == child.snapshot.key:
-                    waiting.append([*chain, child])
-                    yield waiting[-1]
-
-    def _along(self, ids: np.ndarray) -> set[str]:
-        """The keys of all snapshots, of whatever kind of cache, that lie on the way through these ids."""
-        kinds = {saved.snapshot.kind for saved in self._saved.values()}
-        return {chain[-1].snapshot.key for kind in kinds for chain in self._chains(ids, len(ids), kind)}
-
-    def _ancestry(self, key: str) -> list[str]:
-        keys = []
-        while key in self._saved:
-            keys.append(key)
-            key = self._saved[key].snapshot.parent
-        return keys
-
-    def _offspring(self, key: str) -> list[str]:
-        keys = [key]
-        for parent in keys:
-            keys += [k for k, saved in self._saved.items() if saved.snapshot.parent == parent]
-        return keys
-
-    def _shares(self) -> dict[str, str]:
-        """For every file's key the label of the document that it counts for, "" for none."""
-        order = sorted(self._saved.values(), key=lambda saved: (saved.snapshot.length, saved.snapshot.key))
-        found = {saved.snapshot.key: min(saved.snapshot.labels, default="") for saved in order}
-        for saved in reversed(order):  # a document's end takes in what was saved on the way to it
-            parent = saved.snapshot.parent
-            if found.get(parent) == "" and found[saved.snapshot.key]:
-                found[parent] = found[saved.snapshot.key]
-        for saved in order:
-            found[saved.snapshot.key] = found[saved.snapshot.key] or found.get(saved.snapshot.parent, "")
-        return found
-
-    def _release(self, keys: set[str], wanted: Container[str]) -> None:
-        """Delete those of `keys` that nothing builds on and where no wanted document ends, from the ends on."""
-        while True:
-            parents = {saved.snapshot.parent for saved in self._saved.values()}
-            ends = [
-                key
-                for key in keys & self._saved.keys() - parents
-                if not any(label in wanted for label in self._saved[key].snapshot.labels)
-            ]
-            if not ends:
-                return
-            for key in ends:
-                self._delete(key)
 
     def _give_up(self, which: Callable[[_Job], bool]) -> None:
         """Take jobs out of the line; one that is written just now is waited for, and found like any other."""
@@ -325,34 +209,6 @@ class SnapshotStore:
             writing = self._writing
             if writing is not None and which(writing):
                 self._changed.wait_for(lambda: self._writing is not writing, _PATIENCE_S)
-
-    def _delete(self, key: str, files: bool = True) -> None:
-        """Forget a snapshot with all that builds on it, and delete the `files`."""
-        for gone in reversed(self._offspring(key)):
-            if (saved := self._saved.pop(gone, None)) is not None and files:
-                saved.path.unlink(missing_ok=True)
-
-    def _make_room(self, need: int, keep: set[str]) -> bool:
-        """Delete what was not used for longest, ends of chains first; whether `need` bytes fit then."""
-        pinned = self.pinned()
-        with self._changed:
-            self._look()
-            while True:
-                held = sum(saved.bytes for saved in self._saved.values())
-                free = shutil.disk_usage(self.folder).free - _DISK_LEFT
-                if held + need <= self.quota and need <= free:
-                    return True
-                parents = {saved.snapshot.parent for saved in self._saved.values()}
-                ends = [
-                    saved
-                    for key, saved in self._saved.items()
-                    if key not in parents and key not in keep and not pinned.intersection(saved.snapshot.labels)
-                ]
-                if not ends:
-                    return False
-                self._delete(min(ends, key=lambda saved: saved.used).snapshot.key)
-
-    # ---- writing
 
     def _work(self) -> None:
         while True:
@@ -376,7 +232,7 @@ class SnapshotStore:
 
     def _write(self, job: _Job) -> None:
         with self._changed:
-            chain = max(self._chains(job.ids, len(job.ids)), key=lambda c: c[-1].snapshot.length, default=[])
+            chain = self._tree.longest(self.kind, job.ids, len(job.ids))
         parent = chain[-1].snapshot if chain else None
         start = parent.length if parent else 0
         new = len(job.ids) - start
@@ -384,23 +240,26 @@ class SnapshotStore:
             return
         first, blocks = parent.last if parent else 0, len(job.cache.blocks)
         need = (blocks - first) * job.cache.pool.block_bytes + sum(tensor.nbytes for tensor in job.cache.exact())
-        if not self._make_room(need, {saved.snapshot.key for saved in chain}):
+        pinned = self.pinned()
+        with self._changed:
+            fits = self._tree.make_room(need, self.quota, {saved.snapshot.key for saved in chain}, pinned)
+        if not fits:
             self._note(
                 f"The library is full: {need / 1e9:.1f} GB more do not fit into {self.quota / 1e9:.1f} GB, or the disk "
                 "is. Unpin a document, remove one, or raise --library-quota."
             )
             return
-        digest = _begin(self.kind, parent.key if parent else "")
-        digest.update(_bytes(job.ids[start:]))
+        behind = parent.key if parent else ""
+        key = key_after(self.kind, behind, job.ids[start:])
         about = {
-            "key": digest.hexdigest(),
-            "parent": parent.key if parent else "",
+            "key": key,
+            "parent": behind,
             "kind": self.kind,
             "start": start,
             "first": first,
             "labels": job.labels,
         }
-        path = self.folder / f"{about['key']}{_SUFFIX}"
+        path = self._tree.path(key)
         if job.ready is None:
             snapshot = write_snapshot(path, job.cache, about, self._go_on)
         else:  # a stream of its own: the engine's steps do not wait for these copies
@@ -410,7 +269,7 @@ class SnapshotStore:
                 snapshot = write_snapshot(path, job.cache, about, self._go_on)
         if snapshot is not None:
             with self._changed:
-                self._saved[snapshot.key] = _Saved(path, snapshot, time.time())
+                self._tree.saved[snapshot.key] = Saved(path, snapshot, time.time())
 
     def _go_on(self) -> bool:
         return not self._dropping
@@ -420,16 +279,8 @@ class SnapshotStore:
         self.notes.append(text)
 
 
-def _begin(kind: str, parent: str) -> hashlib.blake2b:
-    return hashlib.blake2b(f"{kind}/{parent}/".encode(), digest_size=20)
-
-
 def _begins(path: np.ndarray, ids: np.ndarray) -> bool:
     return len(ids) <= len(path) and np.array_equal(path[: len(ids)], ids)
-
-
-def _bytes(ids: np.ndarray) -> bytes:
-    return ids.astype("<i4").tobytes()
 
 
 def _touch(path: Path, now: float) -> None:

@@ -327,7 +327,7 @@ def _branches(store, pool):
 
 
 def _lengths(store):
-    return sorted(saved.snapshot.length for saved in store._saved.values())
+    return sorted(saved.snapshot.length for saved in store._tree.saved.values())
 
 
 def test_a_forgotten_document_takes_along_what_nothing_else_needs(tmp_path, pool):
@@ -350,7 +350,7 @@ def test_a_deleted_chat_takes_along_what_it_alone_has_read(tmp_path, pool):
     other = SnapshotStore(tmp_path, "another kind", 1 << 40)
     _, one, two = _branches(store, pool)
     _save(other, pool, one)  # the same chat with other settings
-    store._look()
+    store._tree.look()
     assert _lengths(store) == [1000, 2000, 2700, 2700, 2700, 3000]
     store.forget_paths([one], [two], {"a", "b"})
     assert _lengths(store) == [1000, 2000, 2700, 3000]
