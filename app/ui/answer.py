@@ -13,7 +13,7 @@ from app.engine.generation import Generation
 from app.engine.types import Done, Event, Failed, Opening, Progress, Queued, SamplingParams, Token
 from app.errors import describe
 from app.service import ChatService
-from app.ui.markdown import Pieces
+from app.ui.pieces import Pieces
 
 log = logging.getLogger("octavo.ui")
 

@@ -15,7 +15,8 @@ from app.places import is_code, told
 from app.service import MemoryBegins
 from app.ui.answer import Answer
 from app.ui.conversation import Conversation
-from app.ui.markdown import Pieces, plain
+from app.ui.markdown import plain
+from app.ui.pieces import Pieces
 from app.ui.words import plural
 
 _LOOP = "Stopped here: it began to repeat itself. Balanced, or a repetition penalty of 1.1, may help: see Settings."
