@@ -18,6 +18,7 @@ from models.cache.shape import CacheShape
 from models.config import ModelConfig
 from models.decoder import Decoder
 from models.heads import HeadPattern
+from models.keys import KeyForm
 from models.known import KNOWN_CONFIGS
 from quant.formats import QuantizedWeight
 from quant.w8a8 import DenseLinear, W8A8Linear
@@ -40,6 +41,8 @@ def synthetic_pattern() -> HeadPattern:
 
 def w8a8_decoder(config: ModelConfig, mask: np.ndarray, rotated: bool, device: torch.device) -> Decoder:
     """int8 layers with rotations and centres of keys, embedding and head in bf16."""
+    heads = (config.num_layers, config.num_kv_heads)
+    keys = KeyForm(torch.ones(*heads, config.head_dim // 2), torch.randn(*heads, config.head_dim))
     how = Build(
         mask,
         W8A8Linear.from_float,
@@ -48,7 +51,7 @@ def w8a8_decoder(config: ModelConfig, mask: np.ndarray, rotated: bool, device: t
         rotated,
         True,
         device=device,
-        key_centres=torch.randn(config.num_layers, config.num_kv_heads, config.head_dim, device=device),
+        keys=keys if rotated else None,
     )
     return build_decoder(config, random_tensors(config, device), how)
 

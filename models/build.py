@@ -14,7 +14,7 @@ from models.checkpoint import Checkpoint
 from models.config import ModelConfig
 from models.decoder import Decoder, Layer
 from models.errors import BadCheckpoint, UnsupportedModel
-from models.keys import key_centres
+from models.keys import KeyForm
 from models.turn import FOLDED, rotate_values, turn_residual
 from quant import kv4, llm_int8
 from quant.formats import QuantizedWeight, as_float
@@ -37,8 +37,8 @@ class Build:
     puts unquantised tensors in their dtype and device. `rotate_values` folds the rotation of the heads' values into
     their projections; `rotate_residual` turns the whole residual stream, which takes the outliers out of what W8A8
     layers read (QuaRot, Ashkboos et al., 2024). `turned`: the checkpoint has both folded in already. `int8_embedding`
-    rounds the embedding, and the head with it; one that is in int8 already stays so. `key_centres`: fp32 [layers,
-    kv_heads, head_dim], see models/keys.py, or None.
+    rounds the embedding, and the head with it; one that is in int8 already stays so. `keys`: the form of rotated
+    keys, or None to keep them as they are.
     """
 
     mask: np.ndarray
@@ -51,7 +51,7 @@ class Build:
     turned: bool = False
     wide: np.ndarray | None = None
     int8_embedding: bool = False
-    key_centres: Tensor | None = None
+    keys: KeyForm | None = None
 
 
 def build_decoder(
@@ -119,11 +119,11 @@ def load_decoder(
     progress: Callable[[float], None] = lambda done: None,
     wide: np.ndarray | None = None,
     int8_embedding: bool = False,
-    key_means: Tensor | None = None,
+    keys: KeyForm | None = None,
 ) -> Decoder:
     """The decoder of a checkpoint with "w8a8", "bf16", "llm.int8" or (for comparisons) "fp32" weights on `device`.
 
-    A checkpoint that holds int8 weights is multiplied out for all but "w8a8". key_means: as `MeasuredHeads` has them.
+    A checkpoint that holds int8 weights is multiplied out for all but "w8a8". keys: see `Build`.
     """
 
     form = checkpoint.int8_format
@@ -138,9 +138,6 @@ def load_decoder(
         return DenseLinear(as_float(weight).to(torch.float32 if weights == "fp32" else torch.bfloat16), bias)
 
     config = checkpoint.config
-    centres = None
-    if key_means is not None and shape.rotated:
-        centres = key_centres(key_means, config).to(device)
     how = Build(
         mask,
         linear,
@@ -153,7 +150,7 @@ def load_decoder(
         turned=form is not None and form.turned,
         wide=wide,
         int8_embedding=int8_embedding,
-        key_centres=centres,
+        keys=keys if shape.rotated else None,
     )
     return build_decoder(config, checkpoint.tensors(), how, progress)
 
@@ -168,8 +165,8 @@ def layer_from(config: ModelConfig, how: Build, index: int, parts: Parts) -> Lay
             turn_residual(config, plain)
         parts = {**plain}
     wide = None if how.wide is None else how.wide[index]
-    centres = None if how.key_centres is None else how.key_centres[index]
-    return make_layer(config, parts, how.mask[index], how.make_linear, wide, centres)
+    keys = None if how.keys is None else how.keys.layer(index)
+    return make_layer(config, parts, how.mask[index], how.make_linear, wide, keys)
 
 
 def make_layer(
@@ -178,7 +175,7 @@ def make_layer(
     mask: np.ndarray,
     make_linear: Callable[[Weight, Tensor | None], Linear],
     wide: np.ndarray | None = None,
-    centres: Tensor | None = None,
+    keys: KeyForm | None = None,
 ) -> Layer:
     """A layer of its tensors by their names behind "model.layers.N."; the rest as in `Build`, of this layer."""
     d, group = config.head_dim, config.num_heads // config.num_kv_heads
@@ -206,6 +203,16 @@ def make_layer(
     columns = q_rows.flatten().to(_device(output))
     output = output.columns(columns) if isinstance(output, QuantizedWeight) else output[:, columns]
     q, k = get("self_attn.q_proj", q_rows[:, :, pairs]), get("self_attn.k_proj", kv_rows[:, :, pairs])
+    q_norm, k_norm = norm("self_attn.q_norm", pairs), norm("self_attn.k_norm", pairs)
+    centres = None
+    if keys is not None:
+        device = _device(output)
+        centres = keys.centres[order[: int(mask.sum())]].to(device).contiguous()
+        scales = keys.scales[order].repeat_interleave(2, -1).to(device)
+        if q_norm is None or k_norm is None:
+            q, k = _times(*q, scales.repeat_interleave(group, 0).flatten()), _times(*k, 1 / scales.flatten())
+        else:  # of one length whatever their weight: the norms' weights, which all heads share, come behind
+            q_norm, k_norm = q_norm * scales[0], k_norm / scales[0]
     return Layer(
         make_linear(*_join(q, k, get("self_attn.v_proj", kv_rows))),
         make_linear(output, output_bias),
@@ -213,15 +220,22 @@ def make_layer(
         make_linear(*get("mlp.down_proj")),
         norm("input_layernorm"),
         norm("post_attention_layernorm"),
-        norm("self_attn.q_norm", pairs),
-        norm("self_attn.k_norm", pairs),
+        q_norm,
+        k_norm,
         int(mask.sum()),
-        None if centres is None else centres[order[: int(mask.sum())].to(centres.device)].contiguous(),
+        centres,
     )
 
 
 def _device(weight: Weight) -> torch.device:
     return weight.codes.device if isinstance(weight, QuantizedWeight) else weight.device
+
+
+def _times(weight: Weight, bias: Tensor | None, factor: Tensor) -> tuple[Weight, Tensor | None]:
+    """Output channels times factor [out]."""
+    if isinstance(weight, QuantizedWeight):
+        return QuantizedWeight(weight.codes, weight.scale * factor), None if bias is None else bias * factor
+    return weight.float() * factor[:, None], None if bias is None else bias * factor
 
 
 def _join(*parts: tuple[Weight, Tensor | None]) -> tuple[Weight, Tensor | None]:

@@ -1,8 +1,9 @@
-"""What keys have in common, which is taken off before they are rounded; and whether they fit 4 bits all the same."""
+"""The form in which keys are rounded; and whether they fit 4 bits in it."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,18 +19,53 @@ _ERROR = 0.09
 # In units of the softmax's exponent. SmolLM2's largest is 0.4, and 4 bits cost it 0.8 % of perplexity; with keys made
 # larger on purpose perplexity is lost from about 1 on (tests/models/test_keys.py).
 HARMLESS = 1.0
+_WIDEST = 3.0  # log of a scale: a channel that nobody asks for is not blown up without end
 
 
-def key_centres(means: Tensor, config: ModelConfig) -> Tensor:
-    """What is subtracted from the rotated keys of heads whose keys have these `means`, both fp32 [..., head_dim].
-
-    A vector that all keys of a head share adds the same to all its scores, and softmax does not see it; rounded to 4
-    bits it costs as much as what tells keys apart. Only pairs that hardly turn over the whole context share one.
-    means: without positions, pairs as neighbours. As SageAttention (Zhang et al., 2024) does inside a kernel.
+@dataclass(frozen=True)
+class KeyForm:
+    """How rotated keys are kept: rotary pairs divided by `scales` fp32 [..., kv_heads, head_dim / 2], by which queries
+    are multiplied; rotated; and `centres` [..., kv_heads, head_dim] subtracted. No score changes but by a constant.
     """
+
+    scales: Tensor
+    centres: Tensor
+
+    @classmethod
+    def of(cls, means: Tensor, scales: Tensor, config: ModelConfig) -> KeyForm:
+        """The form of keys with these means [..., kv_heads, head_dim] and scales; pairs as neighbours.
+
+        A vector that all keys of a head share adds the same to all its scores, and softmax does not see it; rounded to
+        4 bits it costs as much as what tells keys apart (SageAttention, Zhang et al., 2024, takes it off inside a
+        kernel). Only pairs that hardly turn over the whole context share one.
+        """
+        turn = kv4.rotation(config.head_dim).to(means.device)
+        return cls(scales, (shared_part(means, config) / scales[..., None]).flatten(-2) @ turn)
+
+    def layer(self, index: int) -> KeyForm:
+        """Of one layer."""
+        return KeyForm(self.scales[index], self.centres[index])
+
+
+def shared_part(means: Tensor, config: ModelConfig) -> Tensor:
+    """Of placed keys whose means without positions are [..., head_dim]: what all share, [..., head_dim / 2, 2]."""
     still = Rope(config.rope, config.head_dim, config.max_positions).still().to(means.device)
-    pairs = torch.view_as_complex(means.float().unflatten(-1, (-1, 2)).contiguous()) * still
-    return torch.view_as_real(pairs).flatten(-2) @ kv4.rotation(means.shape[-1]).to(means.device)
+    return torch.view_as_real(torch.view_as_complex(means.float().unflatten(-1, (-1, 2)).contiguous()) * still)
+
+
+def key_scales(q: Tensor, k: Tensor, alike: bool) -> Tensor:
+    """Scales fp32 [kv_heads, head_dim / 2] for keys [n, kv_heads, head_dim] and their queries [n, heads, head_dim].
+
+    Rounding puts the same error into every pair of a rotated key, and a score takes it in times the query's: so pairs
+    with large keys and small queries give way to the others (SmoothAttention of QServe, Lin et al., 2024, does it for
+    the largest channels). alike: one scale for all heads. k: without what all keys share.
+    """
+    energies = [x.float().square().unflatten(-1, (-1, 2)).sum(-1).mean(0) for x in (q, k)]
+    of_queries, of_keys = energies[0].unflatten(0, (len(energies[1]), -1)).mean(1), energies[1]
+    if alike:
+        of_queries, of_keys = (x.mean(0).expand_as(x) for x in (of_queries, of_keys))
+    logs = (of_keys.clamp_min(1e-20) / of_queries.clamp_min(1e-20)).log() / 4
+    return (logs - logs.mean(-1, keepdim=True)).clamp(-_WIDEST, _WIDEST).exp()
 
 
 def score_errors(checkpoint: Checkpoint) -> Tensor:
@@ -37,7 +73,7 @@ def score_errors(checkpoint: Checkpoint) -> Tensor:
 
     A key's rounding error grows with its length, that of a score with the query's too: error * |q| |k| / d. Lengths are
     those that weights and biases give to inputs whose channels are alike; a bias as large as Qwen's dominates them,
-    where `key_centres` leaves it.
+    where `KeyForm` leaves it.
     """
     config = checkpoint.config
     group = config.num_heads // config.num_kv_heads

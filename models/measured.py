@@ -1,8 +1,8 @@
-"""What is measured of each KV head on a text: its mean key and what 4 bits cost it; which heads get 8 bits for that."""
+"""What is measured of each KV head on a text: the form of its keys, what 4 bits cost it; which heads get 8 bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from models.config import ModelConfig
 from models.decoder import Decoder, Layer
 from models.errors import UnsupportedModel
 from models.files import writing
-from models.keys import key_centres
+from models.keys import KeyForm, key_scales, shared_part
 from models.rope import Rope
 from quant import kv4
 from quant.formats import QuantizedWeight, as_float
@@ -33,18 +33,31 @@ FILE = "heads.safetensors"  # in a checkpoint of our own, and beside a head patt
 
 @dataclass(frozen=True)
 class MeasuredHeads:
-    """Of each KV head in the model's order: `losses` [layers, kv_heads], how far rounding its keys and values to 4 bits
-    moves the residual stream (the squared length of that over the stream's own, mean over the tokens); and `key_means`
-    [layers, kv_heads, head_dim], the mean of its keys without their positions, rotary pairs as neighbours. In fp32.
+    """Of each KV head in the model's order, in fp32.
+
+    losses [layers, kv_heads]: how far rounding its keys and values to 4 bits moves the residual stream, the squared
+    length of that over the stream's own, mean over the tokens; key_means [layers, kv_heads, head_dim]: the mean of its
+    keys without their positions, rotary pairs as neighbours; key_scales [layers, kv_heads, head_dim / 2]: see
+    models/keys.py.
     """
 
     losses: Tensor
     key_means: Tensor
+    key_scales: Tensor
+
+    @classmethod
+    def join(cls, layers: Sequence[MeasuredHeads]) -> MeasuredHeads:
+        """Of a model whose layers were measured one by one, each without the first dimension."""
+        return cls(*(torch.stack(each) for each in zip(*(vars(layer).values() for layer in layers), strict=True)))
+
+    def form(self, config: ModelConfig) -> KeyForm:
+        """How the keys of these heads are kept."""
+        return KeyForm.of(self.key_means, self.key_scales, config)
 
     def save(self, path: Path) -> None:
         """Writes safetensors; raises OSError."""
         with writing(path) as file:
-            file.write(save({"losses": self.losses.contiguous(), "key_means": self.key_means.contiguous()}))
+            file.write(save({name: tensor.contiguous() for name, tensor in vars(self).items()}))
 
     @classmethod
     def load(cls, path: Path, config: ModelConfig) -> MeasuredHeads | None:
@@ -54,11 +67,14 @@ class MeasuredHeads:
         except (OSError, SafetensorError):
             return None
         heads = (config.num_layers, config.num_kv_heads)
-        shapes = {"losses": heads, "key_means": (*heads, config.head_dim)}
+        shapes = {
+            "losses": heads,
+            "key_means": (*heads, config.head_dim),
+            "key_scales": (*heads, config.head_dim // 2),
+        }
         if {name: tuple(tensor.shape) for name, tensor in found.items()} != shapes:
             return None
-        kept = cls(**{name: tensor.float() for name, tensor in found.items()})
-        return kept if all(tensor.isfinite().all() for tensor in (kept.losses, kept.key_means)) else None
+        return cls(**found) if all(tensor.isfinite().all() for tensor in found.values()) else None
 
 
 class _Compared(DuoCache):
@@ -75,33 +91,40 @@ class _Compared(DuoCache):
         self._config = config
         self._layer = layer
         self._sizes = states.square().sum(-1)
-        self.losses = torch.zeros(config.num_kv_heads)
-        self.key_means = torch.zeros(config.num_kv_heads, config.head_dim)
+        self.measured: MeasuredHeads
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = super().attend(layer, q, k, v)
         self._packed.begin(len(q))
-        rope = Rope(self._config.rope, self._config.head_dim, self._config.max_positions)
-        table = rope.table(torch.arange(len(k)), k.device)
-        unplaced = torch.view_as_complex(k.float().unflatten(-1, (-1, 2))) / table[:, None]
-        self.key_means = torch.view_as_real(unplaced.mean(0)).flatten(-2)
-        # of one layout, as the kernels take them
-        k, v = k.float() @ self._turn - key_centres(self.key_means, self._config), v.float().contiguous()
-        turned = self._packed.attend(layer, q.float() @ self._turn, k, v)
-        apart = (turned.float() - out.float()).unflatten(1, (len(self.losses), -1))
-        for head in range(len(self.losses)):
+        config, q, k = self._config, q.float(), k.float()
+        table = Rope(config.rope, config.head_dim, config.max_positions).table(torch.arange(len(k)), k.device)
+        # The first tokens stay as they are, and the very first is like no other.
+        packed = slice(min(self._packed.shape.front, len(k) // 2), None)
+        unplaced = torch.view_as_complex(k.unflatten(-1, (-1, 2))[packed]) / table[packed, None]
+        means = torch.view_as_real(unplaced.mean(0)).flatten(-2)
+        scales = key_scales(q[packed], k[packed] - shared_part(means, config).flatten(-2), config.qk_norm)
+        form = KeyForm.of(means, scales, config)
+        both = scales.repeat_interleave(2, -1)
+        k = (k / both) @ self._turn - form.centres
+        q = (q * both.repeat_interleave(q.shape[1] // k.shape[1], 0)) @ self._turn
+        turned = self._packed.attend(layer, q, k, v.float().contiguous())  # of one layout, as the kernels take them
+        losses = torch.zeros(config.num_kv_heads)
+        apart = (turned.float() - out.float()).unflatten(1, (len(losses), -1))
+        for head in range(len(losses)):
             alone = torch.zeros_like(apart)
             alone[:, head] = apart[:, head]
             moved = self._layer.output(self._layer.output.prepare(alone.flatten(1)))
-            self.losses[head] = (moved.square().sum(-1) / self._sizes).mean().item()
+            losses[head] = (moved.square().sum(-1) / self._sizes).mean().item()
+        self.measured = MeasuredHeads(losses, means.cpu(), scales.cpu())
         return out
 
 
 def measure_layer(
     config: ModelConfig, layer: Layer, states: Tensor, turn: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses [kv_heads] and mean keys [kv_heads, d] of a layer whose heads all keep everything, and the hidden states
-    [n, hidden] behind it. states: those in front of it; turn: as `Decoder`.
+) -> tuple[MeasuredHeads, Tensor]:
+    """The heads of a layer all of which keep everything, and the hidden states [n, hidden] behind it.
+
+    states: those in front of it; turn: as `Decoder`.
     """
     alone = replace(config, num_layers=1)
     ones = torch.ones(states.shape[1], device=states.device)
@@ -109,7 +132,7 @@ def measure_layer(
     cache = _Compared(alone, layer, states)
     behind = decoder.forward(torch.arange(len(states)), cache)
     behind = behind if turn is None else kv4.rotate(behind, back=True)
-    return cache.losses.cpu(), cache.key_means.cpu(), behind
+    return cache.measured, behind
 
 
 def measure_heads(
@@ -126,16 +149,15 @@ def measure_heads(
     how = Build(every, linear, DenseLinear, lambda t: t.to(device), form is None, False, device, turned)
     states = checkpoint.load_float(_EMBEDDING)[ids].to(device).float()
     turn = kv4.rotation(config.hidden_size).to(device) if turned else None
-    losses, means = [], []
+    heads = []
     for index in range(config.num_layers):
         prefix = f"model.layers.{index}."
         names = [name for name in checkpoint.names() if name.startswith(prefix)]
         parts = {name.removeprefix(prefix): checkpoint.load(name).to(device) for name in names}
-        loss, mean, states = measure_layer(config, layer_from(config, how, index, parts), states, turn)
-        losses.append(loss)
-        means.append(mean)
+        measured, states = measure_layer(config, layer_from(config, how, index, parts), states, turn)
+        heads.append(measured)
         progress((index + 1) / config.num_layers)
-    return MeasuredHeads(torch.stack(losses), torch.stack(means))
+    return MeasuredHeads.join(heads)
 
 
 def choose_wide(mask: np.ndarray, losses: Tensor | None, bits: float, head_dim: int) -> np.ndarray:

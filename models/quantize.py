@@ -86,7 +86,7 @@ def quantize_checkpoint(
     )
     _write_index(work, names)
     if calibration is not None:
-        MeasuredHeads(torch.stack(calibration.losses), torch.stack(calibration.key_means)).save(work / HEADS)
+        MeasuredHeads.join(calibration.heads).save(work / HEADS)
     section = {**config.to_hf(), "quantization_config": dict(described)}
     (work / "config.json").write_text(json.dumps(section, indent=2) + "\n")
     finish(work)
@@ -236,9 +236,7 @@ class _Calibration:
         embedding = checkpoint.load_float(_EMBEDDING)
         self._states = [embedding[ids].to(device).float() for ids in sample]
         self._turn = kv4.rotation(self._config.hidden_size).to(device)
-        # of the KV heads of each layer so far, see models/measured.py
-        self.losses: list[Tensor] = []
-        self.key_means: list[Tensor] = []
+        self.heads: list[MeasuredHeads] = []  # of each layer so far
 
     def quantize(self, parts: dict[str, Tensor]) -> Parts:
         """The layer in int8, its scales and rounding chosen; the sample then moves through it."""
@@ -298,9 +296,8 @@ class _Calibration:
     def advance(self, parts: Parts) -> None:
         """Moves the sample through a quantised layer, and measures its heads on the first text."""
         layer = make_layer(self._config, dict(parts), self._mask, W8A8Linear.from_float)
-        losses, means, _ = measure_layer(self._config, layer, self._states[0], self._turn)
-        self.losses.append(losses)
-        self.key_means.append(means)
+        measured, _ = measure_layer(self._config, layer, self._states[0], self._turn)
+        self.heads.append(measured)
         self._states = self._run(layer)
 
     def _run(self, layer: Layer) -> list[Tensor]:

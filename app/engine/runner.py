@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from app.config import Settings
 from app.engine.graph import DecodeGraph
@@ -213,12 +212,12 @@ def build_runner(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     compiled.keep_in(settings.cache_dir / "kernels")
     config = checkpoint.config
-    losses, means = (None, None) if measured is None else (measured.losses, measured.key_means)
+    losses, keys = (None, None) if measured is None else (measured.losses, measured.form(config))
     mask, shape = resolve_shape(config, pattern, settings, device, losses)
     wide = resolve_wide(config, mask, settings, losses)
     plan, chunk = fit(config, shape, settings, device, free_bytes(device))
     decoder = load_decoder(
-        checkpoint, mask, settings.weights, shape, device, progress, wide, settings.embedding == "int8", means
+        checkpoint, mask, settings.weights, shape, device, progress, wide, settings.embedding == "int8", keys
     )
     if settings.mode == "endless":
         decoder.rope = EndlessRope(Rope(config.rope, config.head_dim, config.max_positions), plan.context)
@@ -239,14 +238,14 @@ def build_runner(
         "chunk": chunk,
         "backends": {row["kernel"]: row["chosen"] for row in kernel_report(device, shape, settings.mode == "endless")},
     }
-    return Runner(decoder, pool, plan, chunk, described, _snapshots(checkpoint, mask, wide, means, settings, pool))
+    return Runner(decoder, pool, plan, chunk, described, _snapshots(checkpoint, mask, wide, measured, settings, pool))
 
 
 def _snapshots(
     checkpoint: Checkpoint,
     mask: np.ndarray,
     wide: np.ndarray | None,
-    key_means: Tensor | None,
+    measured: MeasuredHeads | None,
     settings: Settings,
     pool: BlockPool,
 ) -> SnapshotStore | None:
@@ -270,7 +269,7 @@ def _snapshots(
             settings.embedding,
             mask.tobytes(),
             b"" if wide is None else wide.tobytes(),
-            b"" if key_means is None else key_means.numpy().tobytes(),
+            [] if measured is None else [part.numpy().tobytes() for part in (measured.key_means, measured.key_scales)],
             pool.shape,
             # The panels of one layout differ by the processor's vectors.
             [(store.layout.__name__, store.layout.value_panels(pool.shape.head_dim)) for store in pool.stores],

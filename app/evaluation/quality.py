@@ -19,7 +19,7 @@ from models.cache.shape import CacheShape
 from models.checkpoint import Checkpoint
 from models.decoder import Decoder
 from models.heads import HeadPattern
-from models.keys import key_centres
+from models.keys import KeyForm
 from models.measured import MeasuredHeads, choose_wide
 from quant import kv4
 from quant.llm_int8 import missing as bitsandbytes_missing
@@ -119,8 +119,8 @@ class Quality:
         self._windows = {length: _cut(tokens, length) for length in lengths}
         exact = reference or checkpoint
         decoder, shape = self._load(exact, REFERENCE, None)
-        centres = None if measured is None else key_centres(measured.key_means, exact.config).to(device)
-        self.head_errors = _HeadErrors(decoder, shape, centres)
+        keys = None if measured is None else measured.form(exact.config)
+        self.head_errors = _HeadErrors(decoder, shape, keys)
         self._hidden: dict[int, list[Tensor]] = {}
         for length, windows in self._windows.items():
             self._progress(f"{REFERENCE.name}, {length} tokens", 0.0)
@@ -157,8 +157,8 @@ class Quality:
             wide = choose_wide(mask, losses, variant.kv_bits, config.head_dim)
         shape = CacheShape.for_model(config, mask, variant.kv, pattern.sink, pattern.recent, self.device, wide)
         shape = replace(shape, rotate=variant.rotate)
-        means = None if measured is None else measured.key_means
-        decoder = load_decoder(checkpoint, mask, variant.weights, shape, self.device, wide=wide, key_means=means)
+        keys = None if measured is None else measured.form(config)
+        decoder = load_decoder(checkpoint, mask, variant.weights, shape, self.device, wide=wide, keys=keys)
         return decoder, shape
 
     def _read(self, decoder: Decoder, shape: CacheShape, window: Tensor, watch: _HeadErrors | None = None) -> Tensor:
@@ -209,9 +209,9 @@ class _WatchedCache(DuoCache):
 class _HeadErrors:
     """What 4 bits do to each head's keys and values, on the first chunk of every window of the reference."""
 
-    def __init__(self, decoder: Decoder, shape: CacheShape, key_centres: Tensor | None) -> None:
+    def __init__(self, decoder: Decoder, shape: CacheShape, keys: KeyForm | None) -> None:
         config = decoder.config
-        self._centres = key_centres
+        self._keys = keys
         self._turn = kv4.rotation(config.head_dim).to(decoder.device)
         self._group = shape.group
         self._sums = torch.zeros(config.num_layers, config.num_kv_heads, 9, dtype=torch.float64)
@@ -223,21 +223,33 @@ class _HeadErrors:
         errors = {}
         for name, x in (("k", k), ("v", v)):
             for turn in (False, True):
-                y = x @ self._turn if turn else x
-                if turn and name == "k" and self._centres is not None:
-                    y -= self._centres[layer, :, None]
+                y = self._kept(layer, x) if turn and name == "k" else x @ self._turn if turn else x
                 codes, scales = kv4.quantize(y, 4)
                 error = kv4.dequantize(codes, scales[..., :1], scales[..., 1:], torch.float32) - y
+                if turn:  # back to what is compared with the other
+                    error = error @ self._turn.T
+                if turn and name == "k" and self._keys is not None:
+                    error *= self._scales(layer)
                 errors[name, turn] = error
                 row.append(error.square().sum((1, 2)))
         some = q[:, :: max(1, q.shape[1] // 64)].unflatten(0, (-1, self._group)).flatten(1, 2)
         for turn in (False, True):
-            scores = (some @ self._turn if turn else some) @ errors["k", turn].transpose(1, 2) * k.shape[-1] ** -0.5
+            scores = some @ errors["k", turn].transpose(1, 2) * k.shape[-1] ** -0.5
             row.append(scores.square().mean((1, 2)))
         row.append(k.square().amax((1, 2)) / k.square().mean((1, 2)).clamp_min(1e-30))
         self._sums[layer] += torch.stack([*row[:8], torch.ones_like(row[0])], 1).double().cpu()
         self._outlier = getattr(self, "_outlier", torch.zeros(self._sums.shape[:2], dtype=torch.float64))
         self._outlier[layer] = torch.maximum(self._outlier[layer], row[8].double().cpu().sqrt())
+
+    def _scales(self, layer: int) -> Tensor:
+        assert self._keys is not None
+        return self._keys.scales[layer].repeat_interleave(2, -1)[:, None].to(self._turn.device)
+
+    def _kept(self, layer: int, k: Tensor) -> Tensor:
+        """Keys in the form in which a 4-bit cache rounds them."""
+        if self._keys is None:
+            return k @ self._turn
+        return k / self._scales(layer) @ self._turn - self._keys.centres[layer, :, None].to(k.device)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """A row a head. Errors of keys and values are relative (root of squares); that of a score is in its own unit,

@@ -39,12 +39,13 @@ def write(folder, name, size=0.0, window=1_000_000):
     return folder
 
 
-def logits(path, ids, kv, means=None, mask=None, **changes):
+def logits(path, ids, kv, heads=None, mask=None, **changes):
     checkpoint = open_checkpoint(path)
     every = np.ones((checkpoint.config.num_layers, checkpoint.config.num_kv_heads), bool)
     mask = every if mask is None else np.array(mask)
     shape = replace(CacheShape.for_model(checkpoint.config, mask, kv, 1, 512, CPU), **changes)
-    decoder = load_decoder(checkpoint, mask, "fp32", shape, CPU, key_means=means)
+    keys = None if heads is None else heads.form(checkpoint.config)
+    decoder = load_decoder(checkpoint, mask, "fp32", shape, CPU, keys=keys)
     return decoder.logits(decoder.forward(ids, DuoCache(BlockPool(shape, -(-len(ids) // shape.block), CPU))))
 
 
@@ -74,32 +75,45 @@ def test_what_all_keys_share_costs_nothing_once_it_is_measured(tmp_path, mask):
     worst = {path: measured.losses.max().item() for path, measured in heads.items()}
     assert worst[large] < 1.5 * worst[plain]
 
-    def error(path, kv, means):
+    def error(path, kv, heads):
         exact = logits(path, ids, "fp32", mask=mask)
-        return ((logits(path, ids, kv, means, mask) - exact).norm() / exact.norm()).item()
+        return ((logits(path, ids, kv, heads, mask) - exact).norm() / exact.norm()).item()
 
-    lost = error(plain, "kv4", heads[plain].key_means)
-    assert error(large, "kv4", heads[large].key_means) < 1.2 * lost
+    lost = error(plain, "kv4", heads[plain])
+    assert error(large, "kv4", heads[large]) < 1.2 * lost
     assert error(large, "kv4", None) > 3 * lost
     # a streaming head is not centred, and fp16 rounds its large keys
-    assert error(large, "kv8", heads[large].key_means) < (0.2 if mask is None else 0.4) * lost
+    assert error(large, "kv8", heads[large]) < (0.2 if mask is None else 0.4) * lost
+
+
+@pytest.mark.parametrize("name", HF)
+@pytest.mark.parametrize("mask", [None, [[False, True], [True, False]]])
+def test_no_score_changes_by_the_form(tmp_path, name, mask):
+    """While nothing is packed, exact and kept in another form are the same but for fp16."""
+    ids = torch.randint(0, SIZES["vocab_size"], (300,))
+    path = write(tmp_path / "x", name, 3.0, 512)
+    heads = measure_heads(open_checkpoint(path), ids, CPU)
+    assert heads.key_means.abs().max() > 0.01 and heads.key_scales.std(-1).min() > 0.01
+    plain, ours = (logits(path, ids[:60], "kv4", form, mask) for form in (None, heads))
+    exact = logits(path, ids[:60], "fp32", None, mask)
+    assert (ours - exact).norm() < max(2 * (plain - exact).norm(), 1e-3 * exact.norm())
 
 
 def test_centres_are_of_the_keys_that_the_cache_gets(tmp_path):
     """Measured on a text and taken off, the keys of the same text have no mean in the pairs that hardly turn."""
     path = write(tmp_path / "x", "qwen2", 60.0, 512)
     checkpoint, ids = open_checkpoint(path), torch.randint(0, SIZES["vocab_size"], (512,))
-    means = measure_heads(checkpoint, ids, CPU).key_means
+    heads = measure_heads(checkpoint, ids, CPU)
     mask = np.ones((2, 2), bool)
     shape = CacheShape.for_model(checkpoint.config, mask, "kv8", 1, 1, CPU)
     seen = {}
 
     class Seeing(DuoCache):
         def attend(self, layer, q, k, v):
-            seen[layer] = k.float() @ kv4.rotation(k.shape[-1]).T
+            seen[layer] = k.float() @ kv4.rotation(k.shape[-1]).T  # pairs still in their scales
             return super().attend(layer, q, k, v)
 
-    decoder = load_decoder(checkpoint, mask, "fp32", shape, CPU, key_means=means)
+    decoder = load_decoder(checkpoint, mask, "fp32", shape, CPU, keys=heads.form(checkpoint.config))
     decoder.forward(ids, Seeing(BlockPool(shape, -(-len(ids) // shape.block), CPU)))
     config = checkpoint.config
     still = Rope(config.rope, config.head_dim, config.max_positions).still() != 0
