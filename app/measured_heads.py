@@ -25,9 +25,9 @@ def measured_heads(
 ) -> MeasuredHeads:
     """The model's heads, see models/measured.py; measuring takes one pass over the weights, and is done once."""
     config, path = checkpoint.config, checkpoint.path
-    kept = cache_dir / "heads" / f"{fingerprint(path, cache_dir / 'weights.json')}.safetensors"
+    kept = cache_dir / "heads" / f"{fingerprint(path, cache_dir / 'weights.json')}.measured"
     for known in (path / FILE, _SHIPPED / path.name.split(".")[0] / FILE, kept):
-        if known.is_file() and (found := MeasuredHeads.load(known, config)) is not None:
+        if (found := MeasuredHeads.load(known, config)) is not None:
             return found
     texts, _ = sample_texts(None)
     (sample, *_), _ = sample_windows(tokenizer, texts, min(WINDOW, config.max_positions), config.vocab_size)

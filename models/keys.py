@@ -19,7 +19,7 @@ _ERROR = 0.09
 # In units of the softmax's exponent. SmolLM2's largest is 0.4, and 4 bits cost it 0.8 % of perplexity; with keys made
 # larger on purpose perplexity is lost from about 1 on (tests/models/test_keys.py).
 HARMLESS = 1.0
-_WIDEST = 3.0  # log of a scale: a channel that nobody asks for is not blown up without end
+WIDEST_SCALE = 20.0  # or one over it: a channel that nobody asks for is not blown up without end
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ def key_scales(q: Tensor, k: Tensor, alike: bool) -> Tensor:
     if alike:
         of_queries, of_keys = (x.mean(0).expand_as(x) for x in (of_queries, of_keys))
     logs = (of_keys.clamp_min(1e-20) / of_queries.clamp_min(1e-20)).log() / 4
-    return (logs - logs.mean(-1, keepdim=True)).clamp(-_WIDEST, _WIDEST).exp()
+    scales = (logs - logs.mean(-1, keepdim=True)).exp()
+    return scales.clamp(1 / WIDEST_SCALE, WIDEST_SCALE)
 
 
 def score_errors(checkpoint: Checkpoint) -> Tensor:

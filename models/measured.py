@@ -21,14 +21,17 @@ from models.config import ModelConfig
 from models.decoder import Decoder, Layer
 from models.errors import UnsupportedModel
 from models.files import writing
-from models.keys import KeyForm, key_scales, shared_part
+from models.keys import WIDEST_SCALE, KeyForm, key_scales, shared_part
 from models.rope import Rope
 from quant import kv4
 from quant.formats import QuantizedWeight, as_float
 from quant.w8a8 import DenseLinear
 
 _EMBEDDING = "model.embed_tokens.weight"
-FILE = "heads.safetensors"  # in a checkpoint of our own, and beside a head pattern that comes along
+_LARGEST = 60_000.0  # of a key: more does not fit the fp16 of what stays unpacked
+# In a checkpoint of our own, and beside a head pattern that comes along. The format is that of safetensors, the name is
+# not: what is named so in a checkpoint are its weights.
+FILE = "heads.measured"
 
 
 @dataclass(frozen=True)
@@ -66,15 +69,23 @@ class MeasuredHeads:
             found = load_file(path)
         except (OSError, SafetensorError):
             return None
-        heads = (config.num_layers, config.num_kv_heads)
-        shapes = {
-            "losses": heads,
-            "key_means": (*heads, config.head_dim),
-            "key_scales": (*heads, config.head_dim // 2),
-        }
+        each = (config.num_layers, config.num_kv_heads)
+        shapes = {"losses": each, "key_means": (*each, config.head_dim), "key_scales": (*each, config.head_dim // 2)}
         if {name: tuple(tensor.shape) for name, tensor in found.items()} != shapes:
             return None
-        return cls(**found) if all(tensor.isfinite().all() for tensor in found.values()) else None
+        if any(tensor.dtype != torch.float32 for tensor in found.values()):
+            return None
+        heads = cls(**found)
+        return heads if heads._sensible() else None
+
+    def _sensible(self) -> bool:
+        """Whether such heads can have been measured; NaN is in no range."""
+        ranges = (
+            (self.losses, 0.0, torch.inf),
+            (self.key_means, -_LARGEST, _LARGEST),
+            (self.key_scales, 1 / WIDEST_SCALE, WIDEST_SCALE),
+        )
+        return all(bool(((low <= part) & (part <= high)).all()) for part, low, high in ranges)
 
 
 class _Compared(DuoCache):

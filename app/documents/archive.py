@@ -39,11 +39,12 @@ class Archive:
             return self.file.read(member)
         except KeyError as error:
             raise self.damaged(f"it has no {shown}") from error
-        # zipfile raises RuntimeError for a password, NotImplementedError (one of them) for a compression it has not.
-        except RuntimeError as error:
+        except NotImplementedError as error:
             raise Locked(
-                f"{self.name}: {shown} cannot be unpacked: {error}. Pack or save it again without a password."
+                f"{self.name}: {shown} is packed by a method not read here. Pack it as ZIP again."
             ) from error
+        except RuntimeError as error:  # zipfile's word for a password
+            raise Locked(f"{self.name}: {shown} is locked. Pack or save it again without a password.") from error
         except _DAMAGED as error:
             raise self.damaged(f"{shown}: {error}") from error
 

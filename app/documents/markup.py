@@ -15,7 +15,7 @@ def parse(archive: Archive, member: str) -> etree._Element:
     try:
         return etree.fromstring(data, etree.XMLParser(resolve_entities=False, no_network=True))
     except etree.XMLSyntaxError as error:
-        raise archive.damaged(f"{member}: {error}") from error
+        raise archive.damaged(f"{member}: {' '.join(error.msg.split())}") from error
 
 
 def outermost(parent: etree._Element, *tags: str) -> Iterator[etree._Element]:

@@ -29,11 +29,15 @@ def _marked(data: bytes, local: int, central: int, bits: int) -> bytes:
 
 
 @pytest.mark.parametrize("member", FILES)
-@pytest.mark.parametrize(("local", "central", "bits"), [(6, 8, 1), (8, 10, 1)], ids=["password", "deflate64"])
-def test_a_locked_member_is_told_by_name(tmp_path: Path, member: str, local: int, central: int, bits: int) -> None:
+@pytest.mark.parametrize(
+    ("local", "central", "told"),
+    [(6, 8, "is locked. Pack or save it again without a password"), (8, 10, "packed by a method not read here")],
+    ids=["password", "deflate64"],
+)
+def test_a_locked_member_is_told_by_name(tmp_path: Path, member: str, local: int, central: int, told: str) -> None:
     path = tmp_path / "a.zip"
-    path.write_bytes(_marked(archive(FILES[member]), local, central, bits))
-    with pytest.raises(Locked, match=f"^a.zip: {member} cannot be unpacked: .*without a password"):
+    path.write_bytes(_marked(archive(FILES[member]), local, central, 1))
+    with pytest.raises(Locked, match=f"^a.zip: {member} .*{told}"):
         read_document(path)
 
 

@@ -141,8 +141,17 @@ def test_a_file_that_is_none_or_of_another_model_is_measured_anew(folder, tmp_pa
     assert _equal(MeasuredHeads.load(tmp_path / "whole", config), heads)
     (tmp_path / "cut").write_bytes((tmp_path / "whole").read_bytes()[:-5])
     MeasuredHeads(*(part[:1] for part in vars(heads).values())).save(tmp_path / "other")
-    replace(heads, key_means=heads.key_means * torch.nan).save(tmp_path / "nan")
-    for name in ("cut", "other", "nan", "none"):
+    wrong = {
+        "nan": {"key_means": heads.key_means * torch.nan},
+        "far": {"key_means": heads.key_means + 1e5},
+        "zero": {"key_scales": heads.key_scales * 0},
+        "narrow": {"key_means": heads.key_means.bfloat16()},
+        "byte": {"losses": heads.losses.to(torch.float8_e4m3fn)},
+    }
+    for name, parts in wrong.items():
+        replace(heads, **parts).save(tmp_path / name)
+    (tmp_path / "folder").mkdir()
+    for name in ("cut", "other", "none", "folder", "whole/inside", *wrong):
         assert MeasuredHeads.load(tmp_path / name, config) is None
 
 
