@@ -409,6 +409,11 @@ class ChatService:
         return snapshots.bytes_of(label) if (snapshots := self._snapshots) is not None else 0
 
     @property
+    def saved_labels(self) -> frozenset[str]:
+        """Labels of the documents that were read at the settings in force and are on disk."""
+        return snapshots.labels() if (snapshots := self._snapshots) is not None else frozenset()
+
+    @property
     def saved_quota(self) -> int:
         """Bytes that what was read may take on disk; 0 where nothing is saved."""
         return snapshots.quota if (snapshots := self._snapshots) is not None else 0

@@ -40,9 +40,7 @@ class Archive:
         except KeyError as error:
             raise self.damaged(f"it has no {shown}") from error
         except NotImplementedError as error:
-            raise Locked(
-                f"{self.name}: {shown} is packed by a method not read here. Pack it as ZIP again."
-            ) from error
+            raise Locked(f"{self.name}: {shown} is packed by a method not read here. Pack it as ZIP again.") from error
         except RuntimeError as error:  # zipfile's word for a password
             raise Locked(f"{self.name}: {shown} is locked. Pack or save it again without a password.") from error
         except _DAMAGED as error:

@@ -141,7 +141,9 @@ class Drawing:
         chats = sidebar.chats(found, session.conversation.chat.id, running, session.words)
         held, quota = service.saved_bytes(), service.saved_quota
         note = session.conversation.unsaved or unread or service.saved_note
-        library = sidebar.library(known, service.saved_bytes, service.reading_seconds, held, quota, note)
+        library = sidebar.library(
+            known, service.saved_labels, service.saved_bytes, service.reading_seconds, held, quota, note
+        )
         return {parts.chats: chats, parts.library: library}
 
     async def plan_strip(self, session: Session) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from html import escape
 
 from app.library import Shelved
@@ -55,6 +55,7 @@ def _chat(entry: Listed, current: bool, running: bool) -> str:
 
 def library(
     entries: list[Shelved],
+    ready: Container[str],
     bytes_of: Callable[[str], int],
     seconds_of: Callable[[int], float | None],
     held: int,
@@ -63,13 +64,14 @@ def library(
 ) -> str:
     """The list of documents that were read, and the disk that they take; `note` is what went wrong there last.
 
-    `bytes_of` tells what of a document is on disk; `seconds_of` how long so many tokens take to be read.
+    ready: labels of those that open without being read again at the settings in force; `bytes_of` tells what of a
+    document is on disk, at whatever settings; `seconds_of` how long so many tokens take to be read.
     """
     told = f'<p class="oc-none" role="status">{escape(note)}</p>' if note else ""
     if not entries:
         none = "A document that was read once opens at once the next time."
         return f'<h2>Library</h2><p class="oc-none">{none}</p>{told}'
-    items = "".join(_document(entry, bytes_of(entry.label), seconds_of) for entry in entries)
+    items = "".join(_document(entry, entry.label in ready, bytes_of(entry.label), seconds_of) for entry in entries)
     disk = ""
     if quota:
         share = min(100.0, 100 * held / quota)
@@ -80,13 +82,15 @@ def library(
     return f'<h2>Library</h2><ul class="oc-list">{items}</ul>{disk}{told}'
 
 
-def _document(entry: Shelved, held: int, seconds_of: Callable[[int], float | None]) -> str:
+def _document(entry: Shelved, ready: bool, held: int, seconds_of: Callable[[int], float | None]) -> str:
     name = escape(entry.name)
     facts = [plural(entry.tokens, "token") if entry.tokens else plural(entry.pages, "page")]
-    if held:
-        facts.append(f"ready ({size(held)})")
+    if ready:
+        facts.append(f"ready ({size(held)})" if held else "ready")
     elif entry.tokens and (seconds := seconds_of(entry.tokens)) is not None:
         facts.append(f"read anew in {duration(seconds)}")
+    if held and not ready:
+        facts.append(f"{size(held)} of other settings")
     pinned = "true" if entry.pinned else "false"
     pin = "Let go of" if entry.pinned else "Keep"
     told = f"<span>{name}</span><small>{', '.join(facts)}</small>"

@@ -88,7 +88,13 @@ def test_a_second_service_opens_the_document_from_disk(service: ChatService, doc
     assert snapshots is not None
     snapshots.flush()
     label = chat.turns[0].sources[0].label
-    assert service.saved_bytes(label) > 0
+    assert service.saved_bytes(label) > 0 and label in service.saved_labels
+    other = ChatService(replace(service.settings, kv="kv8"))
+    other.load()
+    try:
+        assert other.saved_bytes(label) > 0 and label not in other.saved_labels
+    finally:
+        other.close()
     again = ChatService(service.settings)
     again.load()
     try:

@@ -9,13 +9,25 @@ import pytest
 
 from app.chat import Chat
 from app.config import Settings
-from app.library import Library, Owner
+from app.library import Library, Owner, Shelved
 from app.model import OpenModel
 from app.service import ChatService
 from app.ui import sidebar
 from app.ui.attachment import Attachment
 from app.ui.conversation import Conversation
 from tests.fakes import END, FakeRunner, FakeTokenizer
+
+
+def test_a_document_is_ready_where_it_was_read_at_these_settings() -> None:
+    entry = Shelved("a", "a.txt", 3, 0.0, 0.0, 5000)
+
+    def told(ready: set[str], held: int) -> str:
+        return sidebar.library([entry], ready, lambda label: held, lambda tokens: 7.0, held, 0)
+
+    assert "5,000 tokens, ready (2 MB)" in told({"a"}, 2_000_000)
+    assert "5,000 tokens, ready<" in told({"a"}, 0)  # another document counts its files
+    assert "5,000 tokens, read anew in 7 s, 2 MB of other settings<" in told(set(), 2_000_000)
+    assert "5,000 tokens, read anew in 7 s<" in told(set(), 0)
 
 
 def test_a_full_disk_stops_no_answer_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +44,8 @@ def test_a_full_disk_stops_no_answer_and_is_told(tmp_path: Path, monkeypatch: py
         assert conversation.running is None
         assert conversation.chat.turns[0].answer == "Yes."
         assert conversation.unsaved.startswith("This chat is not saved: No space left on device.")
-        assert "No space left" in sidebar.library([], lambda label: 0, 0, 0, str, conversation.unsaved)
+        shown = sidebar.library([], (), service.saved_bytes, service.reading_seconds, 0, 0, conversation.unsaved)
+        assert "No space left" in shown
     assert conversation.ask("Second?").finished.wait(10)
     assert conversation.unsaved == ""
     assert [listed.title for listed in conversation.owner.chats.find("second")] == ["First?"]
