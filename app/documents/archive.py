@@ -39,7 +39,7 @@ class Archive:
             return self.file.read(member)
         except KeyError as error:
             raise self.damaged(f"it has no {shown}") from error
-        except NotImplementedError as error:
+        except NotImplementedError as error:  # raised by zipfile for a compression that it has not
             raise Locked(f"{self.name}: {shown} is packed by a method not read here. Pack it as ZIP again.") from error
         except RuntimeError as error:  # zipfile's word for a password
             raise Locked(f"{self.name}: {shown} is locked. Pack or save it again without a password.") from error
@@ -55,5 +55,5 @@ def open_archive(data: bytes, name: str) -> Archive:
     """The archive in `data`; raises BadDocument for a damaged one, and one in several parts."""
     try:
         return Archive(zipfile.ZipFile(io.BytesIO(data)), name)
-    except (*_DAMAGED, NotImplementedError) as error:
+    except (*_DAMAGED, NotImplementedError) as error:  # the latter is zipfile's for an archive in several parts
         raise BadDocument(f"{name} is a damaged ZIP or Office file: {error}. Save it again.") from error
