@@ -31,6 +31,16 @@ _LOCK_FILES = frozenset(
     " gradle.lockfile .terraform.lock.hcl pubspec.lock".split()
 )
 _GENERATED = (".min.js", ".min.css", ".js.map", ".css.map", ".pyc", ".DS_Store")
+_BINARY = "binary or not readable"
+# Names of pictures, sounds, videos, fonts, programs, weights and data: what is short or damaged may look like a text.
+_BINARY_SUFFIXES = frozenset(
+    ".png .jpg .jpeg .gif .bmp .tif .tiff .webp .ico .icns .heic .heif .avif .jxl .psd .xcf .cr2 .nef .dng"
+    " .mp3 .wav .flac .ogg .oga .opus .m4a .aac .wma .aif .aiff .mid .midi"
+    " .mp4 .m4v .mkv .webm .avi .mov .wmv .flv .mpg .mpeg .ogv .3gp"
+    " .ttf .otf .ttc .woff .woff2 .eot .pfb"
+    " .exe .dll .so .dylib .o .a .class .jar .war .wasm .pyd .pyo .msi .apk .dmg .iso .deb .rpm"
+    " .safetensors .gguf .ggml .onnx .ckpt .tflite .bin .npy .npz .pkl .h5 .hdf5 .parquet .sqlite".split()
+)
 
 # Reads one file's content as a document of its own would be read; raises BadDocument for what is none.
 ReadFile = Callable[[bytes, str], Extract]
@@ -121,11 +131,11 @@ def read_entries(
         except (DocumentTooLarge, Locked):
             raise
         except BadDocument:
-            why, extract = "binary or not readable", None
+            why, extract = _BINARY, None
         except OSError:
             why, extract = "not allowed to be opened", None
         except Exception as error:  # a reader broke on it; the others are read all the same
-            why, extract = "binary or not readable", None
+            why, extract = _BINARY, None
             notes.append(f"{path}: left out, its reader broke on it ({type(error).__name__}).")
         if why:
             skipped[why] += 1
@@ -186,7 +196,9 @@ def _tools(path: str) -> str | None:
         return _IN_TOOLS
     if file in _LOCK_FILES or file.endswith((".lock", ".lockb")):
         return "lock files"
-    return "generated" if file.endswith(_GENERATED) else None
+    if file.endswith(_GENERATED):
+        return "generated"
+    return _BINARY if PurePosixPath(file).suffix.lower() in _BINARY_SUFFIXES else None
 
 
 def _printable(path: str) -> str:

@@ -117,6 +117,23 @@ def test_documents_in_an_archive_are_read_as_documents(tmp_path: Path) -> None:
     assert any(warning.startswith("c.txt: Read as cp1252") for warning in document.warnings)
 
 
+@pytest.mark.parametrize("packed", [True, False], ids=["archive", "folder"])
+def test_what_is_named_as_a_binary_is_not_read_as_text(tmp_path: Path, packed: bool) -> None:
+    binaries = ("a.png", "B.JPEG", "c.mp3", "d.mp4", "e.woff2", "f.exe", "lib/g.so", "h.safetensors", "i.gguf", "j.bin")
+    texts = {"k.svg": "<svg>drawn</svg>", "l.ts": "const drawn = 1", "png": "drawn", ".png.txt": "drawn"}
+    members: dict[str, str | bytes] = dict.fromkeys(binaries, "no picture") | texts  # type: ignore[assignment]
+    if packed:
+        document = read(tmp_path, archive(members))
+    else:
+        for name, content in members.items():
+            (path := tmp_path / "folder" / name).parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(str(content))
+        document = read_document(tmp_path / "folder")
+    assert {file.path for file in document.files} == set(texts)
+    assert "picture" not in document.text
+    assert document.warnings[0].startswith("10 files skipped: 10 binary or not readable.")
+
+
 @pytest.mark.parametrize(
     ("members", "words"),
     [
