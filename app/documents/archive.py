@@ -56,4 +56,7 @@ def open_archive(data: bytes, name: str) -> Archive:
     try:
         return Archive(zipfile.ZipFile(io.BytesIO(data)), name)
     except (*_DAMAGED, NotImplementedError) as error:  # the latter is zipfile's for an archive in several parts
-        raise BadDocument(f"{name} is a damaged ZIP or Office file: {error}. Save it again.") from error
+        raise BadDocument(
+            f"{name} is a damaged ZIP or Office file: its list of members cannot be read ({error})."
+            " Get it anew, or save it again."
+        ) from error

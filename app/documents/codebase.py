@@ -32,6 +32,7 @@ _LOCK_FILES = frozenset(
 )
 _GENERATED = (".min.js", ".min.css", ".js.map", ".css.map", ".pyc", ".DS_Store")
 _BINARY = "binary or not readable"
+_DAMAGED = "damaged in the archive"
 # Names of pictures, sounds, videos, fonts, programs, weights and data: what is short or damaged may look like a text.
 _BINARY_SUFFIXES = frozenset(
     ".png .jpg .jpeg .gif .bmp .tif .tiff .webp .ico .icns .heic .heif .avif .jxl .psd .xcf .cr2 .nef .dng"
@@ -125,13 +126,14 @@ def read_entries(
         limits.check_time(name)
         path = _printable(entry.path)
         why = _passed_over(entry.path, entry.size)
+        data = None
         try:
             data = b"" if why else entry.load()
             extract = None if why or not data.strip() else read_file(data, path)
         except (DocumentTooLarge, Locked):
             raise
         except BadDocument:
-            why, extract = _BINARY, None
+            why, extract = (_DAMAGED if data is None else _BINARY), None
         except OSError:
             why, extract = "not allowed to be opened", None
         except Exception as error:  # a reader broke on it; the others are read all the same

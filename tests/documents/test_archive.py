@@ -55,3 +55,38 @@ def test_a_locked_document_inside_costs_itself_alone(tmp_path: Path) -> None:
     document = read_document(tmp_path)
     assert [file.path for file in document.files] == ["good.txt"]
     assert "1 binary or not readable" in document.warnings[0]
+
+
+def _central(data: bytes, offset: int, value: bytes, first: bool = True) -> bytes:
+    """The archive with bytes changed in the first, or every, entry of its central directory."""
+    out, at = bytearray(data), data.index(b"PK\x01\x02")
+    while at >= 0:
+        out[at + offset : at + offset + len(value)] = value
+        at = -1 if first else data.find(b"PK\x01\x02", at + 1)
+    return bytes(out)
+
+
+@pytest.mark.parametrize(
+    ("offset", "value"), [(0, b"XX"), (28, b"\xff\xff"), (46, b"\xff")], ids=["mark", "length", "name"]
+)
+def test_a_wrong_central_directory_is_told_as_that(tmp_path: Path, offset: int, value: bytes) -> None:
+    path = tmp_path / "a.zip"
+    path.write_bytes(_central(archive({"\u00e9.txt": "words", "b.txt": "more"}), offset, value))
+    with pytest.raises(BadDocument, match=r"^a.zip is a damaged ZIP .*: its list of members cannot be read \("):
+        read_document(path)
+
+
+@pytest.mark.parametrize(
+    ("offset", "value"), [(42, b"\x07"), (16, b"\0\0\0\0"), (46, b"x")], ids=["place", "checksum", "name"]
+)
+def test_members_that_are_not_where_the_directory_says_are_damaged_not_binary(
+    tmp_path: Path, offset: int, value: bytes
+) -> None:
+    path, files = tmp_path / "a.zip", {"a.txt": "words", "b.txt": "more"}
+    path.write_bytes(_central(archive(files), offset, value))
+    document = read_document(path)
+    assert [file.path for file in document.files] == ["b.txt"]
+    assert document.warnings == ("1 file skipped: 1 damaged in the archive. No answer knows them.",)
+    path.write_bytes(_central(archive(files), offset, value, first=False))
+    with pytest.raises(BadDocument, match="^a.zip holds no text: 2 damaged in the archive."):
+        read_document(path)

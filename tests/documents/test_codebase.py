@@ -175,7 +175,7 @@ def test_a_member_that_lies_about_its_size_is_not_believed(tmp_path: Path) -> No
             data[at : at + 4] = (10).to_bytes(4, "little")
     document = read(tmp_path, bytes(data))
     assert [file.path for file in document.files] == ["b.txt"]
-    assert "1 binary or not readable" in document.warnings[0]
+    assert "1 damaged in the archive" in document.warnings[0]
 
 
 def test_a_locked_archive_is_refused(tmp_path: Path) -> None:
