@@ -10,7 +10,7 @@ from lxml import etree
 
 from app.documents import html
 from app.documents.archive import Archive
-from app.documents.document import Extract, Limits
+from app.documents.document import Extract, Limits, count
 from app.documents.markup import parse
 from app.errors import BadDocument
 
@@ -18,6 +18,7 @@ _CONTAINER = "META-INF/container.xml"
 _ENCRYPTION = "META-INF/encryption.xml"
 # What only hides fonts; a book with these alone is not protected.
 _FONT_METHODS = ("http://www.idpf.org/2008/embedding", "http://ns.adobe.com/pdf/enc#RC")
+_NAMED = 5  # missing chapters that are told by name
 _TEXT = ("application/xhtml+xml", "text/html", "application/x-dtbook+xml")
 
 
@@ -31,7 +32,9 @@ def read(archive: Archive, name: str, limits: Limits) -> Extract:
     if not packages or packages[0] not in members:
         raise archive.damaged("it names no contents")
     package = parse(archive, packages[0])
-    chapters = [chapter for chapter in _spine(package, posixpath.dirname(packages[0])) if chapter in members]
+    listed = _spine(package, posixpath.dirname(packages[0]))
+    chapters = [chapter for chapter in listed if chapter in members]
+    missing = _missing([chapter for chapter in listed if chapter not in members], len(listed))
     pages: list[str] = []
     chars = 0
     for chapter in chapters:
@@ -43,7 +46,17 @@ def read(archive: Archive, name: str, limits: Limits) -> Extract:
     title = package.findtext(".//{http://purl.org/dc/elements/1.1/}title")
     if title and title.strip() and pages:
         pages[0] = f"{' '.join(title.split())}\n\n{pages[0]}"
-    return Extract("epub", pages)
+    if missing and not pages:
+        raise archive.damaged(missing)
+    return Extract("epub", pages, (f"{missing}. No answer knows them.",) if missing else ())
+
+
+def _missing(chapters: list[str], of: int) -> str:
+    """How many chapters are missing, the first of them by name; "" for none."""
+    if not chapters:
+        return ""
+    more = f" and {len(chapters) - _NAMED:,} more" if len(chapters) > _NAMED else ""
+    return f"{count(len(chapters), 'chapter')} of {of:,} missing in the book: {', '.join(chapters[:_NAMED])}{more}"
 
 
 def _chapter(data: bytes, name: str, limits: Limits) -> list[str]:
@@ -59,12 +72,14 @@ def _protected(encryption: etree._Element) -> bool:
 
 
 def _spine(package: etree._Element, folder: str) -> list[str]:
-    """Members of the archive in reading order."""
+    """Members of the archive in reading order; some may be missing in it."""
     items = {item.get("id"): item for item in package.iter("{*}item")}
     found = []
     for reference in package.iter("{*}itemref"):
         item = items.get(reference.get("idref"))
-        if item is not None and item.get("media-type") in _TEXT:
+        if item is None:  # named by its id: the book tells no more of it
+            found.append(reference.get("idref") or "a chapter without a name")
+        elif item.get("media-type") in _TEXT:
             found.append(posixpath.normpath(posixpath.join(folder, _path(item.get("href") or ""))))
     return found
 

@@ -73,6 +73,27 @@ def test_books_that_cannot_be_read_say_why(tmp_path: Path, data: bytes, words: s
         read(tmp_path, data, "a.epub")
 
 
+def test_chapters_that_are_missing_are_named_and_the_others_read(tmp_path: Path) -> None:
+    document = read(tmp_path, book(), "a.epub")
+    told = "1 chapter of 3 missing in the book: OEBPS/text/gone.xhtml. No answer knows them."
+    assert document.warnings == (told,)
+    assert "First words." in document.text
+    unknown = PACKAGE.replace('idref="gone"', 'idref="nowhere"')
+    assert "missing in the book: nowhere." in read(tmp_path, book(OEBPS__book_opf=unknown), "a.epub").warnings[0]
+    whole = book(OEBPS__text__gone_xhtml="<html><body><p>Found.</p></body></html>")
+    assert read(tmp_path, whole, "a.epub").warnings == ()
+
+
+def test_a_book_without_any_of_its_chapters_names_them(tmp_path: Path) -> None:
+    many = "".join(f'<item id="c{n}" href="{n}.html" media-type="text/html"/>' for n in range(9))
+    spine = "".join(f'<itemref idref="c{n}"/>' for n in range(9))
+    package = f"<package><manifest>{many}</manifest><spine>{spine}</spine></package>"
+    data = archive({"META-INF/container.xml": CONTAINER, "OEBPS/book.opf": package})
+    told = "a.epub is a damaged EPUB: 9 chapters of 9 missing in the book: OEBPS/0.html, .*/4.html and 4 more. Get it"
+    with pytest.raises(BadDocument, match=told):
+        read(tmp_path, data, "a.epub")
+
+
 def test_hidden_fonts_are_no_protection(tmp_path: Path) -> None:
     fonts = '<encryption><EncryptionMethod Algorithm="http://www.idpf.org/2008/embedding"/></encryption>'
     assert "First words." in read(tmp_path, book(**{"META-INF__encryption_xml": fonts}), "a.epub").text
