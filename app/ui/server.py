@@ -65,6 +65,7 @@ def create_app(service: ChatService, settings: Settings) -> FastAPI:
     from app.ui.exports import Exports
     from app.ui.layout import mount_page
     from app.ui.session import Loading
+    from app.ui.streams import Streams
     from app.ui.uploads import Uploads
 
     loading = Loading()
@@ -87,6 +88,7 @@ def create_app(service: ChatService, settings: Settings) -> FastAPI:
     app.add_route("/gradio_api/upload", _not_here, methods=["POST"])  # ahead of the page library's own, without limits
     app.add_route("/exports/{name}", Exports(service.library).send, methods=["GET"])
     add_api(app, service, settings.cache_dir / "files")
+    app.add_middleware(Streams)
     access = Access(settings.auth, settings.api_key)
     app.add_middleware(Guard, local=is_local(settings.host), host=settings.host, access=access)
     return mount_page(app, service, loading, uploads)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
+import httpx
 import pytest
 from playwright.sync_api import Page
 
@@ -134,3 +135,12 @@ def test_a_reload_is_quiet(site: Site, open_page: Callable[..., Page]) -> None:
         state(page, "idle")
     page.wait_for_timeout(500)
     assert said == []
+
+
+def test_a_stream_of_a_session_that_is_gone_ends_and_is_not_broken(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    # A page that is being left may ask for its stream once more, behind the server's having dropped it.
+    got = httpx.get(f"{site.url}/gradio_api/queue/data", params={"session_hash": "gone"})
+    assert "session_not_found" in got.text  # reads to the end: a broken stream raises here
+    assert [record for record in caplog.records if record.exc_info] == []
