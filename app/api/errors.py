@@ -16,6 +16,7 @@ from app.errors import NotReady, OctavoError, describe
 log = logging.getLogger("octavo.api")
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_NO_OBJECT = ("model_type", "model_attributes_type", "dict_type")  # pydantic's words for it
 _RETRY_S = "5"  # clients wait this long and ask again
 
 
@@ -53,6 +54,8 @@ def add_handlers(app: FastAPI) -> None:
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        if error.__cause__ is not None:  # what the framework's parser broke on, which it does not tell
+            return error_response(_unparsed(error.__cause__, error))
         return error_response(ApiError(str(error.detail), error.status_code))
 
     async def on_validation(request: Request, error: Exception) -> Response:
@@ -65,6 +68,16 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, on_validation)
 
 
+def _unparsed(cause: BaseException, error: HTTPException) -> ApiError:
+    """Why a body could not be parsed."""
+    why = {
+        UnicodeDecodeError: "The body is not UTF-8, which JSON is sent in.",
+        RecursionError: "The body is no valid JSON: it is nested too deeply.",
+        ValueError: f"The body is no valid JSON: {cause}.",  # such as a number of thousands of digits
+    }
+    return ApiError(why.get(type(cause), str(error.detail)), error.status_code)
+
+
 def _first(errors: Sequence[Any]) -> ApiError:
     """The first thing that is wrong with a body, naming the field as a client wrote it."""
     error = errors[0]
@@ -72,6 +85,8 @@ def _first(errors: Sequence[Any]) -> ApiError:
         return cause
     if error["type"] == "json_invalid":
         return ApiError(f"The body is no valid JSON: {error.get('ctx', {}).get('error', error['msg'])}.")
+    if isinstance(error.get("input"), bytes) and len(error["loc"]) == 1:  # of another type the body is not parsed
+        return ApiError("The body must be JSON, sent with the header Content-Type: application/json.")
     # Tags of unions are ours, not the client's.
     path = [part for part in error["loc"][1:] if not (isinstance(part, str) and part.startswith("as "))]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
@@ -79,5 +94,7 @@ def _first(errors: Sequence[Any]) -> ApiError:
         return ApiError(f"{param} is not supported.", param=param, code="unsupported_parameter")
     if error["type"] == "missing":
         return ApiError(f"{param or 'The body'} is missing.", param=param or None, code="missing_required_parameter")
+    if error["type"] in _NO_OBJECT:
+        return ApiError(f"{param or 'The body'} must be a JSON object.", param=param or None)
     message = error["msg"].removeprefix("Value error, ")
     return ApiError(f"{param or 'The body'}: {message[:1].lower()}{message[1:]}.", param=param or None)

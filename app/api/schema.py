@@ -118,6 +118,7 @@ class ChatMessage(_Strict):
 
 # A true is no 1 here, nor a "1" a number.
 Whole = Annotated[int, Field(strict=True)]
+AnswerTokens = Annotated[int, Field(strict=True, ge=1, le=2**40)]  # as many as the engine takes
 Number = Annotated[float, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 
@@ -132,7 +133,7 @@ class _Generate(_Strict):
     model: str
     stream: Flag = False
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    max_tokens: AnswerTokens | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     seed: Annotated[Whole, Field(ge=0, lt=2**63)] | None = None
@@ -174,7 +175,7 @@ class _Generate(_Strict):
 
 class ChatRequest(_Generate):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=10_000)]
-    max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    max_completion_tokens: AnswerTokens | None = None
 
     @property
     def longest(self) -> int | None:
@@ -185,7 +186,7 @@ class CompletionRequest(_Generate):
     """`prompt` is a text or token ids, or a list of one of them."""
 
     prompt: Any
-    max_tokens: Annotated[Whole, Field(ge=1)] | None = 16  # as OpenAI has it
+    max_tokens: AnswerTokens | None = 16  # as OpenAI has it
 
     @property
     def text_or_ids(self) -> str | list[int]:

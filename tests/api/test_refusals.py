@@ -51,6 +51,12 @@ def test_refusals_name_the_field(client: openai.OpenAI) -> None:
         ({"stop": [""]}, "stop[0]"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 10**30}, "max_tokens"),
+        ({"max_completion_tokens": 2**40 + 1}, "max_completion_tokens"),
+        ({"top_p": float("1e300")}, "top_p"),
+        ({"seed": 2**63}, "seed"),
+        ({"extra_body": {"top_k": 2**31}}, "top_k"),
+        ({"extra_body": {"messages": [7]}}, "messages[0]"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": "Hi", "name": "Bo"}]}, "messages[0].name"),
@@ -62,6 +68,7 @@ def test_refusals_name_the_field(client: openai.OpenAI) -> None:
             client.chat.completions.create(**good | bad)
         assert caught.value.param == param, (bad, caught.value)
         assert caught.value.type == "invalid_request_error"
+        assert "max_new_tokens" not in str(caught.value)
     for harmless in ({"n": 1}, {"frequency_penalty": 0}, {"tools": []}, {"user": "me"}, {"logprobs": False}):
         client.chat.completions.create(**good | {"max_tokens": 1} | harmless)
     for refused in ({"echo": True}, {"best_of": 2}, {"suffix": "x"}, {"prompt": ["a", "b"]}, {"prompt": [10**6]}):
@@ -124,6 +131,30 @@ def test_other_faults_have_their_own_status(start: Start) -> None:
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     with pytest.raises(openai.NotFoundError, match="'fake' is loaded"):
         connect(url).chat.completions.create(model="other", messages=ask("Hi"))
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_a_body_that_cannot_be_taken_is_told_why(start: Start, path: str) -> None:
+    url = f"{start()}/v1/{path}"
+    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi"}).encode()
+    for content, kind, words in (
+        (body, "text/plain", "sent with the header Content-Type: application/json"),
+        (body, "application/octet-stream", "sent with the header Content-Type: application/json"),
+        (b"model=fake", "application/x-www-form-urlencoded", "sent with the header Content-Type: application/json"),
+        (b'{"model": "caf\xe9"}', "application/json", "The body is not UTF-8"),
+        (b"[" * 100_000, "application/json", "nested too deeply"),
+        (b'{"model": ' * 2000 + b"1" + b"}" * 2000, "application/json", "nested too deeply"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "application/json", "no valid JSON: Exceeds the limit"),
+        (b"{", "application/json", "no valid JSON"),
+        (b"[1]", "application/json", "The body must be a JSON object"),
+        (b"", "application/json", "The body is missing"),
+    ):
+        answer = httpx.post(url, content=content, headers={"content-type": kind})
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert words in error["message"], error
+        assert (set(error), error["type"]) == ({"message", "type", "param", "code"}, "invalid_request_error")
+    assert "Content-Type: application/json" in httpx.post(url, content=body).json()["error"]["message"]
 
 
 def test_a_failure_of_the_device_is_a_server_error_and_harms_no_other(start: Start) -> None:
