@@ -9,6 +9,7 @@ import argparse
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import traceback
@@ -18,6 +19,7 @@ from typing import Any, NoReturn, get_args
 
 from app.config import Embedding, EngineName, Kv, Mode, Settings, Weights
 from app.errors import UsageError, describe
+from app.flags import TOKENS, whole
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -41,6 +43,7 @@ class _Parser(argparse.ArgumentParser):
         return action
 
     def error(self, message: str) -> NoReturn:
+        message = re.sub(r"^argument (\S+): is ", r"\1 is ", message)
         raise UsageError(f"{message[:1].upper()}{message[1:]}. See: {self.prog} --help")
 
 
@@ -125,7 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="a file or directory of text like what the model will read, or 'none' (default: a small built-in sample)",
     )
-    quantize.add_argument("--calibration-tokens", type=int, metavar="N", help="default 16384")
+    quantize.add_argument("--calibration-tokens", type=whole(1, TOKENS), metavar="N", help="default 16384")
     quantize.add_argument("--embedding", choices=get_args(Embedding), help=f"default {Settings.embedding}")
     quantize.add_argument("--pattern", type=Path, metavar="DIR", help="head pattern to store with it")
     quantize.add_argument("--json", action="store_true", help="print one JSON object")
@@ -142,10 +145,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--haystack", type=Path, metavar="PATH", help="text, or a directory of it (default: Python's manual)"
     )
     identify.add_argument("--training-free", action="store_true", help="by attention alone, in minutes on a CPU")
-    identify.add_argument("--steps", type=int, default=240, metavar="N", help="of learning gates (default 240)")
+    identify.add_argument("--steps", type=whole(1), default=240, metavar="N", help="of learning gates (default 240)")
     identify.add_argument(
         "--refine",
-        type=int,
+        type=whole(0),
         default=0,
         metavar="N",
         help="rounds of exchanging heads by measured divergence at --retrieval-ratio (default 0)",

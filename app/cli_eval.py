@@ -8,6 +8,7 @@ from typing import Any
 
 from app.config import Settings
 from app.evaluation.commands import CONTEXT_KINDS, add_context_kinds
+from app.flags import TOKENS, whole
 from app.writable import folder_to_write
 
 _AddFlags = Callable[[argparse.ArgumentParser], None]
@@ -24,10 +25,12 @@ def add_kinds(parser: argparse.ArgumentParser, model_flags: _AddFlags, threads_f
     )
     quality.add_argument("--model", help="a hub id, a directory of safetensors, a .gguf file, or 'embedded'")
     quality.add_argument("--text", required=True, metavar="FILE", help="a file or directory of text")
-    quality.add_argument("--tokens", type=int, default=32_768, metavar="N", help="tokens of it at most (default 32768)")
+    quality.add_argument(
+        "--tokens", type=whole(2, TOKENS), default=32_768, metavar="N", help="tokens of it at most (default 32768)"
+    )
     quality.add_argument(
         "--length",
-        type=int,
+        type=whole(2, TOKENS),
         action="append",
         metavar="N",
         help="window in tokens; may be repeated (default 1024, 8192)",

@@ -31,6 +31,8 @@ def heads(settings: Settings, flags: Namespace) -> int:
     if pattern is None:
         raise UsageError(f"{note} Find one: python -m app identify --model {settings.model or files.name} --out DIR.")
     pattern.check(config)
+    if flags.count is not None and not 0 <= flags.count <= pattern.scores.size:
+        raise UsageError(f"--count is {flags.count}; it must be from 0 to {pattern.scores.size}, all of the heads.")
     if flags.count is not None:
         mask = pattern.best(flags.count)
     elif flags.threshold is not None:

@@ -40,9 +40,6 @@ def identify(settings: Settings, flags: Namespace) -> int:
     """Write the pattern, its figures (identify.json) and a plot of the gates to --out; 0 when done."""
     out, ratio, seed = flags.out, settings.retrieval_ratio, flags.seed
     recipe = Recipe(_given(settings.sink, 128), _given(settings.recent, 256), flags.steps)
-    for flag, value, least in (("--steps", flags.steps, 1), ("--refine", flags.refine, 0)):
-        if value < least:
-            raise UsageError(f"{flag} is {value}; it must be {least} or more.")
     begin = time.perf_counter()
     if not 0 < ratio < 1:
         raise UsageError(f"--retrieval-ratio is {ratio:g}; to identify, it must lie between 0 and 1.")

@@ -43,8 +43,6 @@ def quantize(settings: Settings, model: str, out: Path, calibration: str | None,
     folder_to_write("OUT", out.parent)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    if tokens < 1:
-        raise UsageError(f"--calibration-tokens is {tokens}; it must be at least 1.")
     started = time.monotonic()
     files = find_model(replace(settings, model=model))
     checkpoint = open_checkpoint(files.path)

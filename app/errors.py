@@ -2,7 +2,7 @@
 
 import errno
 
-from models.errors import DoesNotFit, ModelError, PoolExhausted
+from models.errors import DoesNotFit, ModelError, PoolExhausted, UnsupportedModel
 
 
 class OctavoError(Exception):
@@ -63,6 +63,8 @@ def describe(error: BaseException) -> tuple[str, int, int]:
     if isinstance(error, (DoesNotFit, PoolExhausted)):
         return str(error), 413, 1
     if isinstance(error, ModelError):
+        if isinstance(error, UnsupportedModel) and error.key.startswith("--"):  # a flag, not the checkpoint, is wrong
+            return str(error), 422, UsageError.exit_code
         return str(error), 422, 1
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "Out of memory while answering. Shorten the context or free memory, then ask again.", 507, 1

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config import Settings
-from app.errors import UsageError
+from app.flags import TOKENS, whole
 from app.status_line import StatusLine, TimeLeft
 
 
@@ -23,8 +23,8 @@ def add_context_kinds(kinds: Any, *common_flags: Callable[[ArgumentParser], None
         help="facts at every depth of texts of every length",
         description="Plant pass codes in long texts and ask for them: accuracy by length and depth, as JSON and PNG.",
     )
-    needle.add_argument("--depths", type=int, default=10, metavar="N", help="depths, evenly spread (default 10)")
-    needle.add_argument("--trials", type=int, default=1, metavar="N", help="questions a cell (default 1)")
+    needle.add_argument("--depths", type=whole(1), default=10, metavar="N", help="depths, evenly spread (default 10)")
+    needle.add_argument("--trials", type=whole(1), default=1, metavar="N", help="questions a cell (default 1)")
     needle.add_argument("--multi", action="store_true", help="a needle at every depth of one text, each asked for")
     ruler = kinds.add_parser(
         "ruler",
@@ -32,10 +32,10 @@ def add_context_kinds(kinds: Any, *common_flags: Callable[[ArgumentParser], None
         description="Tasks in RULER's shapes, generated here: the share of what was asked for that was named.",
     )
     ruler.add_argument("--task", action="append", metavar="NAME", help="only this one; may be repeated")
-    ruler.add_argument("--samples", type=int, default=10, metavar="N", help="of each task and length (default 10)")
+    ruler.add_argument("--samples", type=whole(1), default=10, metavar="N", help="of each task and length (default 10)")
     for kind in (needle, ruler):
         kind.add_argument(
-            "--length", type=int, action="append", metavar="N", help="tokens of a prompt; may be repeated"
+            "--length", type=whole(1, TOKENS), action="append", metavar="N", help="tokens of a prompt; may be repeated"
         )
         kind.add_argument(
             "--haystack", type=Path, metavar="PATH", help="text, or a directory (default: Python's manual)"
@@ -50,7 +50,7 @@ def add_context_kinds(kinds: Any, *common_flags: Callable[[ArgumentParser], None
         "--data", type=Path, required=True, metavar="PATH", help="directory of NAME.jsonl, or a file"
     )
     longbench.add_argument("--task", action="append", metavar="NAME", help="only this one; may be repeated")
-    longbench.add_argument("--most", type=int, metavar="N", help="items of each task (default: all)")
+    longbench.add_argument("--most", type=whole(1), metavar="N", help="items of each task (default: all)")
     for kind in (needle, ruler, longbench):
         kind.add_argument(
             "--out", type=Path, required=True, metavar="DIR", help="for results; a stopped run goes on there"
@@ -85,8 +85,6 @@ def _ruler(settings: Settings, args: Namespace) -> int:
     from app.evaluation.passkeys import PromptMaker
     from app.evaluation.ruler import TASKS, ruler
 
-    if args.samples < 1:
-        raise UsageError(f"--samples is {args.samples}; it must be 1 or more.")
     text = read_haystack(args.haystack)
     with _examiner(settings) as examiner, _told() as progress:
         maker = PromptMaker(examiner.tokenizer, Haystack.of(text, examiner.tokenizer))

@@ -39,9 +39,6 @@ def quality(settings: Settings, args: argparse.Namespace) -> int:
     pattern, pattern_note = choose_pattern(files, settings)
     window = checkpoint.config.max_positions
     lengths = args.length or [n for n in _LENGTHS if n <= window] or [window]
-    for name, number in (("--tokens", args.tokens), *(("--length", n) for n in lengths)):
-        if number < 2:
-            raise UsageError(f"{name} is {number}; it must be at least 2.")
     if max(lengths) > window:
         raise UsageError(f"--length is {max(lengths):,}; this model's window is {window:,} tokens.")
     chosen = {variant.name: variant for variant in variants(pattern, settings.kv_bits)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,13 +18,15 @@ from app.writable import file_to_write, folder_to_write
 NOWHERE = Path("/proc/octavo")  # nothing can be made there, by nobody
 
 
-def leaves(parser: argparse.ArgumentParser, command: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Every flag with a text or path for a value, by its command."""
+def leaves(
+    parser: argparse.ArgumentParser, command: tuple[str, ...] = (), types: tuple[type | None, ...] = (None, Path)
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Every flag with a value of these types (None: a text), by its command."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, below in action.choices.items():
-                yield from leaves(below, (*command, name))
-        elif action.option_strings and action.nargs is None and action.type in (None, Path):
+                yield from leaves(below, (*command, name), types)
+        elif action.option_strings and action.nargs is None and action.type in types:
             yield command, action.option_strings[0]
 
 
@@ -108,6 +111,61 @@ def test_threads_have_a_limit_that_is_told(
 )
 def test_numbers_beyond_any_use_are_refused(capsys: pytest.CaptureFixture[str], argv: list[str], word: str) -> None:
     refused(capsys, argv, word)
+
+
+NUMBERS = [
+    (["quantize", "embedded", "out"], "--calibration-tokens", 1),
+    (["identify", "--out", "out"], "--steps", 1),
+    (["identify", "--out", "out"], "--refine", 0),
+    (["eval", "quality", "--text", "text"], "--tokens", 2),
+    (["eval", "quality", "--text", "text"], "--length", 2),
+    (["eval", "needle", "--out", "out"], "--depths", 1),
+    (["eval", "needle", "--out", "out"], "--trials", 1),
+    (["eval", "needle", "--out", "out"], "--length", 1),
+    (["eval", "ruler", "--out", "out"], "--samples", 1),
+    (["eval", "ruler", "--out", "out"], "--length", 1),
+    (["eval", "longbench", "--data", ".", "--out", "out"], "--most", 1),
+]
+
+
+@pytest.mark.parametrize(("command", "flag", "least"), NUMBERS)
+def test_whole_numbers_have_limits_that_are_told(
+    capsys: pytest.CaptureFixture[str], command: list[str], flag: str, least: int
+) -> None:
+    for number in (least - 1, 10**30):
+        refused(capsys, [*command, f"{flag}={number}"], f"{flag} is {number}", f"from {least} to 1,")
+    refused(capsys, [*command, flag, "1.5"], flag, "must be a whole number")
+    main([*command, flag, str(least)])
+    assert flag not in capsys.readouterr().err
+
+
+def test_every_number_is_checked_here_or_by_the_settings() -> None:
+    checked = {flag for _, flag, _ in NUMBERS}
+    sampled = {"--max-new-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty"}
+    settings = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(Settings)} | {"--sink-tokens"}
+    numbers = {flag for _, flag in leaves(build_parser(), types=(int, float))}
+    assert numbers <= settings | sampled | {"--seed", "--count", "--threshold"}
+    assert checked.isdisjoint(numbers)
+
+
+@pytest.mark.parametrize("bits", ["-1", "0", "3.9", "4", "9", "99", "1e30"])
+@pytest.mark.parametrize("command", [["plan"], ["heads"]])
+def test_bits_that_no_cache_has_are_wrong_usage(
+    capsys: pytest.CaptureFixture[str], command: list[str], bits: str
+) -> None:
+    refused(capsys, [*command, "--model", "embedded", "--kv-bits", bits], "--kv-bits")
+
+
+@pytest.mark.parametrize("command", [["serve"], ["ask", "q"], ["eval", "quality", "--text", "text"]])
+def test_bits_far_out_are_told_before_a_model_is_looked_for(
+    capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    refused(capsys, [*command, "--kv-bits", "99"], "--kv-bits is 99; it must be between 4 and 8")
+
+
+@pytest.mark.parametrize("count", ["-1", "91", "1" + "0" * 30])
+def test_more_heads_than_there_are_are_wrong_usage(capsys: pytest.CaptureFixture[str], count: str) -> None:
+    refused(capsys, ["heads", "--model", "embedded", f"--count={count}"], f"--count is {count}", "from 0 to 90")
 
 
 @pytest.mark.parametrize("content", ["[1]", "[" * 200_000, "{", "7", "\x00"])

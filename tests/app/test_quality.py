@@ -82,7 +82,7 @@ def test_quantise_then_compare(model, text, tmp_path, capsys):
     ("flags", "told"),
     [
         (["--length", "9999"], "this model's window is 512"),
-        (["--length", "1"], "at least 2"),
+        (["--length", "1"], "--length is 1; it must be a whole number from 2"),
         (["--tokens", "100", "--length", "300"], "too few for a window of 300"),
         (["--setting", "kv3"], "not one of: w8a8"),
         (["--text", "/nowhere"], "no such file"),
