@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TextIO
 
+from app.words import duration
+
 _EVERY_S = 10.0  # between two lines where there is no terminal: a log shows that something goes on
 
 
@@ -58,4 +60,4 @@ class TimeLeft:
 
 def left(seconds: float) -> str:
     """Such as ", 4 min left"."""
-    return f", {seconds:,.0f} s left" if seconds < 90 else f", {seconds / 60:,.0f} min left"
+    return f", {duration(seconds)} left"

@@ -17,7 +17,7 @@ from app.ui.answer import Answer
 from app.ui.conversation import Conversation
 from app.ui.markdown import plain
 from app.ui.pieces import Pieces
-from app.ui.words import plural
+from app.words import plural
 
 _LOOP = "Stopped here: it began to repeat itself. Balanced, or a repetition penalty of 1.1, may help: see Settings."
 _TERM = re.compile(r"\d+|\w{4,}")  # words that carry something

@@ -17,6 +17,7 @@ from app.evaluation.examiner import Stopped
 from app.evaluation.selftest import Seen, SelfTest
 from app.service import ChatService, Selection
 from app.ui.session import Session
+from app.words import duration
 
 _POLL_S = 0.2
 _FACTS = 8
@@ -125,7 +126,7 @@ def _where(run: _Run) -> str:
         case Opening(done, total):
             return f"{which}opening what was read, {done:,} of {total:,} tokens."
         case Progress(done, total) as progress:
-            left = f", {progress.seconds_left:.0f} s left" if progress.seconds_left >= 1 else ""
+            left = f", {duration(progress.seconds_left)} left" if progress.seconds_left >= 1 else ""
             return f"{which}reading, {done:,} of {total:,} tokens{left}."
     return f"{which}asking."
 

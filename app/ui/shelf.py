@@ -6,7 +6,7 @@ from html import escape
 
 from app.places import is_code
 from app.ui.attachment import Attachment
-from app.ui.words import plural
+from app.words import plural
 
 
 def cards(attachments: list[Attachment]) -> str:

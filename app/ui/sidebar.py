@@ -8,7 +8,7 @@ from html import escape
 
 from app.library import Shelved
 from app.library.chats import Listed
-from app.ui.words import duration, plural, size
+from app.words import duration, plural, size
 
 FRAME = """
 <div class="oc-side-top">

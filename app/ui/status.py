@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from app.ui.frame import CROSS
-from app.ui.words import size
+from app.words import size
 
 
 def status(facts: dict[str, Any] | None, settings: str = "") -> str:

@@ -8,7 +8,7 @@ from app.errors import describe
 from app.service import PlanView
 from app.ui.answer import Answer
 from app.ui.attachment import Attachment
-from app.ui.words import duration, plural
+from app.words import duration, plural
 
 
 def strip(kind: str, text: str, detail: str = "", share: float | None = None, action: str = "") -> str:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 
-from app.status_line import StatusLine, TimeLeft
+import pytest
+
+from app.engine.types import Progress
+from app.status_line import StatusLine, TimeLeft, left
+from app.ui.selftest import _where
+from app.words import duration
 
 
 class Clock:
@@ -40,12 +46,24 @@ def test_a_terminal_shows_one_line_that_goes() -> None:
 
 def test_time_left_follows_the_last_steps() -> None:
     clock = Clock()
-    left = TimeLeft(clock)
-    assert left.told(0.1) == ""
+    remaining = TimeLeft(clock)
+    assert remaining.told(0.1) == ""
     clock.now += 10
-    assert left.told(0.2) == ", 80 s left"
+    assert remaining.told(0.2) == ", 80 s left"
     for done in (0.3, 0.4, 0.5, 0.6, 0.7):  # slower from here on
         clock.now += 60
-        told = left.told(done)
+        told = remaining.told(done)
     assert told == ", 3 min left"
-    assert left.told(1.0) == ""
+    assert remaining.told(1.0) == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"), [(0.2, "1 s"), (95, "95 s"), (150, "2 min"), (7500, "2 h 05 min"), (200_000, "55 h 33 min")]
+)
+def test_terminal_and_page_tell_a_time_alike(seconds: float, told: str) -> None:
+    assert duration(seconds) == told
+    assert left(seconds) == f", {told} left"
+    examiner = SimpleNamespace(at=Progress(1, 2, 0, 1.0, seconds))
+    run = SimpleNamespace(seen=[], test=SimpleNamespace(count=4, examiner=examiner))
+    where = _where(run)  # type: ignore[arg-type]
+    assert where.endswith(f", {told} left." if seconds >= 1 else "1 of 2 tokens.")
