@@ -82,7 +82,7 @@ class Heads:
             (f"Cache of {context:,} tokens", "cache_bytes", _megabytes),
             ("One more token of cache", "token_bytes", lambda n: f"{n:,} bytes"),
             ("Read from memory for each new word", "read_bytes", _megabytes),
-            ("Memory in all, weights included", "total_bytes", _megabytes),
+            (f"Weights, workspace and cache of {context:,} tokens", "total_bytes", _megabytes),
             ("Arithmetic of attention in reading", "attention", lambda share: f"{share:.0%} of all heads full"),
         ):
             before, after = getattr(now, name), getattr(then, name)

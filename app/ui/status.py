@@ -17,10 +17,9 @@ def status(facts: dict[str, Any] | None, settings: str = "") -> str:
     if facts is None:
         return '<div class="oc-foot"></div>'
     memory = facts["memory"]
-    held = memory["weights_bytes"] + memory["retrieval_kv_bytes"] + memory["streaming_kv_bytes"]
     line = [_context(facts)]
-    if held:  # another server's memory is not known
-        line.append(f"{size(held)} of memory")
+    if memory["weights_bytes"]:  # another server's memory is not known
+        line.append(f"{_held(memory)} of weights and cache")
     if facts["ms_per_token"]:
         line.append(f"{facts['ms_per_token']:.{0 if facts['ms_per_token'] >= 10 else 1}f} ms per token")
     shown = "".join(f"<span>{escape(item)}</span>" for item in line)
@@ -85,8 +84,14 @@ def _memory_rows(memory: dict[str, int], settings: dict[str, Any]) -> dict[str, 
         "Weights": f"{size(memory['weights_bytes'])} ({settings.pop('weights', '')})",
         "Cache of retrieval heads": f"{size(memory['retrieval_kv_bytes'])} ({settings.pop('kv', '')})",
         "Cache of streaming heads": size(memory["streaming_kv_bytes"]),
-        "Peak memory": size(memory["peak_bytes"]),
+        "Weights and cache": f"{_held(memory)} (cache of the newest question)",
+        "Peak memory": f"{size(memory['peak_bytes'])} (of the whole program, so far)",
     }
+
+
+def _held(memory: dict[str, int]) -> str:
+    """What the line and the table tell alike: the weights, and the cache of the newest request."""
+    return size(memory["weights_bytes"] + memory["retrieval_kv_bytes"] + memory["streaming_kv_bytes"])
 
 
 def _name(key: str) -> str:

@@ -91,14 +91,15 @@ def test_other_settings_cost_what_the_plan_says() -> None:
     plan, _, _ = plan_context(replace(settings, chunk=2048), 8192, gpu=False)
     same = rows()
     assert same["Heads that keep everything"] == ("45", "45")
-    assert same["Memory in all, weights included"] == (f"{plan.total_bytes / 1e6:,.0f} MB",) * 2
+    assert same["Weights, workspace and cache of 8,192 tokens"] == (f"{plan.total_bytes / 1e6:,.0f} MB",) * 2
     assert same["One more token of cache"] == (f"{plan.bytes_per_token:,} bytes",) * 2
     wide, _, _ = plan_context(replace(settings, chunk=2048, kv="bf16"), 8192, gpu=False)
     change = (wide.total_bytes / plan.total_bytes - 1) * 100
     assert (
-        rows(kv="bf16")["Memory in all, weights included"][1] == f"{wide.total_bytes / 1e6:,.0f} MB ({change:+.0f} %)"
+        rows(kv="bf16")["Weights, workspace and cache of 8,192 tokens"][1]
+        == f"{wide.total_bytes / 1e6:,.0f} MB ({change:+.0f} %)"
     )
-    total, token = "Memory in all, weights included", "One more token of cache"
+    total, token = "Weights, workspace and cache of 8,192 tokens", "One more token of cache"
     sink, recent = heads.window
     for more in ({"sink": 50 * (sink + 1)}, {"recent": 2 * recent}, {"chunk": 4096}):
         assert rows(**more)[total][1].endswith("%)") and "+" in rows(**more)[total][1]
