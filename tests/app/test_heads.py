@@ -46,7 +46,7 @@ def test_by_count_and_threshold(capsys: pytest.CaptureFixture[str]) -> None:
     ("flags", "code", "message"),
     [
         (["--count", "1", "--threshold", "1"], 2, "not both"),
-        (["--count", "91"], 1, "from 0 to 90"),
+        (["--count", "91"], 2, "from 0 to 90"),
         (["--plot", "/nowhere/heads.png"], 2, "no directory /nowhere"),
     ],
 )
