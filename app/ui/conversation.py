@@ -155,16 +155,18 @@ class Conversation:
 
     def save(self) -> None:
         """Write the chat to disk as it stands; where that fails it goes on in memory, and `unsaved` says why."""
-        if not self.deleted:
+        if not self.deleted and self._write(partial(self.owner.save_chat, self.chat)):
             self.unsaved = ""
-            self._write(partial(self.owner.save_chat, self.chat))
 
-    def _write(self, write: Callable[[], object]) -> None:
+    def _write(self, write: Callable[[], object]) -> bool:
         try:
             write()
+            return True
         except OSError as error:
-            log.error("Nothing can be saved: %s", error)
+            if not self.unsaved:  # once, not with every question
+                log.error("Nothing can be saved: %s", error)
             self.unsaved = f"This chat is not saved: {error.strerror or error}. Make room on the disk, then ask on."
+            return False
 
     def _start(self, question: str, sources: Sequence[Selection], sampling: SamplingParams | None = None) -> Answer:
         previous = self.running

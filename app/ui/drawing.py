@@ -158,7 +158,11 @@ class Drawing:
         if session.editing is not None:
             return strip.editing()
         if not conversation.readable:
-            return strip.idle(bool(conversation.chat.tree))
+            return (
+                strip.unsaved(conversation.unsaved)
+                if conversation.unsaved
+                else strip.idle(bool(conversation.chat.tree))
+            )
         try:
             return self.plan_view(session, await asyncio.to_thread(conversation.plan))
         except Exception as error:

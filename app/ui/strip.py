@@ -46,6 +46,11 @@ def idle(asked: bool) -> str:
     return strip("idle", "Ask on, or add another document." if asked else "No document yet.")
 
 
+def unsaved(why: str) -> str:
+    """The disk does not take what is shown."""
+    return strip("error", escape(why))
+
+
 def editing() -> str:
     """The next question takes the place of an earlier one."""
     cancel = '<button type="button" class="oc-quiet" data-do="unedit">Cancel edit</button>'

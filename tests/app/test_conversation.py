@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,7 @@ from app.service import ChatService
 from app.ui import sidebar
 from app.ui.attachment import Attachment
 from app.ui.conversation import Conversation
+from app.ui.drawing import Drawing
 from tests.fakes import END, FakeRunner, FakeTokenizer
 
 
@@ -30,7 +34,16 @@ def test_a_document_is_ready_where_it_was_read_at_these_settings() -> None:
     assert "5,000 tokens, read anew in 7 s<" in told(set(), 0)
 
 
-def test_a_full_disk_stops_no_answer_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def above(conversation: Conversation) -> str:
+    """The line above the question box."""
+    drawing: Any = SimpleNamespace(service=conversation.service)
+    session: Any = SimpleNamespace(conversation=conversation, editing=None)
+    return asyncio.run(Drawing.plan_strip(drawing, session))
+
+
+def test_a_full_disk_stops_no_answer_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def full(owner: Owner, chat: Chat) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -46,8 +59,12 @@ def test_a_full_disk_stops_no_answer_and_is_told(tmp_path: Path, monkeypatch: py
         assert conversation.unsaved.startswith("This chat is not saved: No space left on device.")
         shown = sidebar.library([], (), service.saved_bytes, service.reading_seconds, 0, 0, conversation.unsaved)
         assert "No space left" in shown
+        assert 'data-state="error"' in above(conversation) and "This chat is not saved: No space" in above(conversation)
+        assert conversation.ask("Again?").finished.wait(10)
+        assert len([record for record in caplog.records if "Nothing can be saved" in record.message]) == 1
     assert conversation.ask("Second?").finished.wait(10)
     assert conversation.unsaved == ""
+    assert 'data-state="idle"' in above(conversation)
     assert [listed.title for listed in conversation.owner.chats.find("second")] == ["First?"]
     service.close()
 
