@@ -158,11 +158,7 @@ class Drawing:
         if session.editing is not None:
             return strip.editing()
         if not conversation.readable:
-            return (
-                strip.unsaved(conversation.unsaved)
-                if conversation.unsaved
-                else strip.idle(bool(conversation.chat.tree))
-            )
+            return strip.idle(bool(conversation.chat.tree), conversation.unsaved)
         try:
             return self.plan_view(session, await asyncio.to_thread(conversation.plan))
         except Exception as error:

@@ -41,14 +41,11 @@ def error(error: BaseException, what: str = "") -> str:
     return strip("error", escape(what + describe(error)[0]))
 
 
-def idle(asked: bool) -> str:
-    """Nothing waits to be read."""
+def idle(asked: bool, unsaved: str = "") -> str:
+    """Nothing waits to be read; `unsaved` is why the disk does not hold the chat."""
+    if unsaved:
+        return strip("error", escape(unsaved))
     return strip("idle", "Ask on, or add another document." if asked else "No document yet.")
-
-
-def unsaved(why: str) -> str:
-    """The disk does not take what is shown."""
-    return strip("error", escape(why))
 
 
 def editing() -> str:
