@@ -259,11 +259,13 @@ function earlier() {
 let following = true;
 let chatShown = "";
 let lastTop = 0;
+let held = null; // where the reader was before the answer got shorter for a moment, as it does while it is drawn anew
 let fromEnd = null; // while earlier turns are put before what is read: how far from the end that is
 function moveTo(chat) {
   if (chat === chatShown) return;
   chatShown = chat;
   following = true;
+  held = null;
   fromEnd = null;
 }
 const growth = new ResizeObserver(() => follow()); // what comes into sight may be of another height than was thought
@@ -278,14 +280,20 @@ function follow() {
   }
   if (fromEnd !== null) wrap.scrollTop = wrap.scrollHeight - fromEnd;
   else if (following) wrap.scrollTop = wrap.scrollHeight;
+  else if (held !== null && held <= wrap.scrollHeight - wrap.clientHeight) wrap.scrollTop = held;
 }
 addEventListener(
   "scroll",
   ({ target }) => {
     if (!target.matches?.("#oc-chat .bubble-wrap")) return;
     const left = target.scrollHeight - target.clientHeight - target.scrollTop;
-    if (target.scrollTop < lastTop && left > 4) following = false;
-    else if (left < 120) following = true; // it may have grown since the reader came to its end
+    const back = target.scrollTop < lastTop;
+    if (back && left <= 4) held ??= lastTop; // nobody scrolls up to the end: it came here by getting shorter
+    else {
+      if (back) following = false;
+      else if (left < 120) following = true; // it may have grown since the reader came to its end
+      held = null;
+    }
     lastTop = target.scrollTop;
   },
   true,
