@@ -15,11 +15,12 @@ from app.config import DEFAULT_HUB_MODEL, EMBEDDED_MODEL, Settings
 from app.embedded import embedded_model_path
 from app.engine import engine
 from app.engine.runner import build_runner
-from app.engine.sizing import CHUNKS, resolve_shape
+from app.engine.sizing import CHUNKS, fit, free_bytes, resolve_shape
 from app.errors import OctavoError, UsageError
 from app.head_costs import Heads
 from app.measured_heads import measured_heads
 from app.tokenizer import TextTokenizer, Tokenizer
+from kernels import compiled
 from models.cache.plan import MemoryPlan, plan_memory
 from models.cache.shape import CacheShape
 from models.checkpoint import Checkpoint, open_checkpoint
@@ -29,6 +30,7 @@ from models.files import read_json
 from models.heads import HeadPattern, default_pattern, fetch_pattern
 from models.keys import key_warning
 from models.known import KNOWN_CONFIGS
+from models.measured import MeasuredHeads
 
 LoadProgress = Callable[[str, float], None]
 """Told the stage and how far loading is, from 0 to 1."""
@@ -103,11 +105,7 @@ def open_model(settings: Settings, progress: LoadProgress) -> OpenModel:
     note = files.note
     if settings.mode == "duo" and settings.kv == "kv4" and (warning := key_warning(checkpoint)):
         note = f"{note} {warning}".strip()
-    measured = None
-    if settings.mode == "duo" and settings.kv in ("kv4", "kv8"):
-        measuring = lambda done: progress("Measuring the heads' keys, once", 0.1 * done)  # noqa: E731
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        measured = measured_heads(checkpoint, tokenizer, settings.cache_dir, device, measuring)
+    measured = _measured(checkpoint, tokenizer, pattern, settings, progress)
     reading = lambda done: progress("Reading the weights", 0.1 + 0.8 * done)  # noqa: E731
     runner = build_runner(checkpoint, pattern, settings, reading, measured)
     progress("Preparing the kernels", 0.92)
@@ -128,6 +126,30 @@ def open_model(settings: Settings, progress: LoadProgress) -> OpenModel:
         pattern_note=pattern_note,
         heads=Heads(config, pattern, settings, runner.decoder.device),
     )
+
+
+def _measured(
+    checkpoint: Checkpoint,
+    tokenizer: TextTokenizer,
+    pattern: HeadPattern | None,
+    settings: Settings,
+    progress: LoadProgress,
+) -> MeasuredHeads | None:
+    """The heads where their keys are rounded, else None."""
+    config, device = checkpoint.config, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    _, shape = resolve_shape(config, pattern, settings, device)
+    if not (shape.rotated and any(shape.retrieval_heads)):
+        return None
+
+    def ready() -> None:
+        """What does not fit is told before the minutes that measuring may take."""
+        fit(config, shape, settings, device, free_bytes(device))
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        compiled.keep_in(settings.cache_dir / "kernels")
+
+    measuring = lambda done: progress("Measuring the heads' keys, once", 0.05 + 0.05 * done)  # noqa: E731
+    return measured_heads(checkpoint, tokenizer, settings.cache_dir, device, measuring, ready)
 
 
 def find_model(settings: Settings) -> ModelFiles:

@@ -14,12 +14,16 @@ import pytest
 import torch
 from huggingface_hub import errors
 
+import app.measured_heads
 import app.model
 from app.config import DEFAULT_HUB_MODEL, Embedding, Settings
+from app.embedded import embedded_model_path
 from app.errors import OctavoError, UsageError
 from app.model import ModelFiles, choose_pattern, find_model, plan_context
+from app.tokenizer import Tokenizer
+from kernels import compiled
 from models.checkpoint import open_checkpoint
-from models.errors import BadPattern
+from models.errors import BadPattern, DoesNotFit, UnsupportedModel
 from models.heads import HeadPattern
 from models.quantize import quantize_checkpoint
 from quant import formats
@@ -226,3 +230,74 @@ def test_keys_too_large_for_4_bits_are_told_where_there_are_4_bits(
     monkeypatch.setattr(app.model, "build_runner", lambda *_: runner)
     opened = app.model.open_model(Settings(model="embedded", mode=mode), lambda stage, done: None)  # type: ignore[arg-type]
     assert ("too large" in opened.note) == told
+
+
+@pytest.fixture
+def unmeasured(tmp_path: Path) -> Path:
+    """The embedded model under a name for which no measurements come along."""
+    (tmp_path / "other.gguf").symlink_to(embedded_model_path())
+    return tmp_path / "other.gguf"
+
+
+class _Measuring(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"context": 999_999}, "window is 8,192"),
+        ({"context": 8192, "chunk": 1 << 40}, "are free"),
+        ({"kv_bits": 16.0}, "--kv-bits"),
+    ],
+)
+def test_what_cannot_run_is_told_before_heads_are_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, unmeasured: Path, changes: dict[str, object], told: str
+) -> None:
+    monkeypatch.setattr(app.measured_heads, "measure_heads", None)
+    settings = Settings(model=str(unmeasured), cache_dir=tmp_path / "cache", **changes)  # type: ignore[arg-type]
+    with pytest.raises((UsageError, DoesNotFit, UnsupportedModel), match=told):
+        app.model.open_model(settings, lambda stage, done: None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "measures"), [({}, True), ({"retrieval_ratio": 0.0}, False), ({"kv": "bf16"}, False)]
+)
+def test_heads_are_measured_where_keys_are_rounded_with_the_threads_and_folder_in_force(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, unmeasured: Path, changes: dict[str, object], measures: bool
+) -> None:
+    monkeypatch.setattr(compiled, "_kept_in", tmp_path / "elsewhere")
+    before, seen = torch.get_num_threads(), []
+
+    def measure(*_: object) -> None:
+        seen.append((torch.get_num_threads(), compiled._kept_in))
+        raise _Measuring
+
+    def build(*_: object) -> None:
+        raise _Measuring
+
+    monkeypatch.setattr(app.measured_heads, "measure_heads", measure)
+    monkeypatch.setattr(app.model, "build_runner", build)
+    pattern = tmp_path / "pattern"
+    HeadPattern.all_retrieval(open_checkpoint(unmeasured).config).save(pattern)
+    settings = Settings(
+        model=str(unmeasured), cache_dir=tmp_path / "cache", threads=before + 1, pattern=pattern, **changes
+    )  # type: ignore[arg-type]
+    try:
+        with pytest.raises(_Measuring):
+            app.model.open_model(settings, lambda stage, done: None)
+    finally:
+        torch.set_num_threads(before)
+    assert seen == ([(before + 1, tmp_path / "cache" / "kernels")] if measures else [])
+
+
+def test_what_a_gpu_held_to_measure_is_free_again_when_the_context_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, unmeasured: Path
+) -> None:
+    done = []
+    heads = SimpleNamespace(save=lambda path: None)
+    monkeypatch.setattr(app.measured_heads, "measure_heads", lambda *_: done.append("measured") or heads)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
+    checkpoint, tokenizer = open_checkpoint(unmeasured), Tokenizer(unmeasured)
+    app.measured_heads.measured_heads(checkpoint, tokenizer, tmp_path, torch.device("cuda"))
+    assert done == ["measured", "emptied"]

@@ -26,6 +26,7 @@ from models.cache.shape import CacheShape
 from models.checkpoint import open_checkpoint
 from models.fingerprint import fingerprint
 from models.heads import HeadPattern
+from models.measured import MeasuredHeads
 
 
 @cache
@@ -47,11 +48,11 @@ def _pattern():
     return HeadPattern(scores, 16, 64, "random, for tests")
 
 
-def _build(folder, **settings):
+def _build(folder, measured=None, **settings):
     runner_module.load_decoder = lambda *_: _decoder()
     try:
         wanted = replace(Settings(context=2048, chunk=300, cache_dir=folder), **settings)
-        return build_runner(_checkpoint(), _pattern(), wanted)
+        return build_runner(_checkpoint(), _pattern(), wanted, measured=measured)
     finally:
         runner_module.load_decoder = load_decoder
 
@@ -126,6 +127,21 @@ def test_other_formats_and_heads_do_not_meet(read_once, prose_ids):
         assert runner.known([*a, 1]) == (0, 0), change
         assert runner.snapshots.labels() == frozenset()
         runner.close()
+
+
+def test_keys_in_another_form_do_not_meet(tmp_path):
+    """Nothing but a wrong answer would tell one from the other."""
+    config = _checkpoint().config
+    layers, heads, d = config.num_layers, config.num_kv_heads, config.head_dim
+    plain = MeasuredHeads(torch.zeros(layers, heads), torch.zeros(layers, heads, d), torch.ones(layers, heads, d // 2))
+    moved, scaled = replace(plain, key_means=plain.key_means + 1), replace(plain, key_scales=plain.key_scales * 2)
+    kinds = []
+    for form in (None, plain, moved, scaled, replace(plain)):
+        runner = _build(tmp_path, form)
+        kinds.append(runner.snapshots.kind)
+        runner.close()
+    assert len(set(kinds)) == 4
+    assert kinds[1] == kinds[4]
 
 
 def test_a_damaged_file_is_dropped_with_what_builds_on_it_and_the_document_is_read_again(

@@ -19,6 +19,7 @@ from models.cache.pool import BlockPool
 from models.cache.shape import CacheShape
 from models.checkpoint import open_checkpoint
 from models.errors import UnsupportedModel
+from models.fingerprint import fingerprint
 from models.measured import FILE, MeasuredHeads, choose_wide, measure_heads
 from models.quantize import quantize_checkpoint
 from quant import formats
@@ -132,6 +133,21 @@ def test_heads_are_measured_once_and_come_with_a_checkpoint_of_ours(folder, tmp_
     told = MeasuredHeads.load(tmp_path / "out" / FILE, checkpoint.config)
     ours = measured_heads(open_checkpoint(tmp_path / "out"), _Words(), cache, CPU)
     assert _equal(ours, told) and ours.losses.argmax() == 3
+
+
+def test_two_processes_that_measure_at_once_end_with_the_same_heads(folder, tmp_path, monkeypatch):
+    checkpoint = open_checkpoint(folder)
+    first = measure_heads(checkpoint, _ids(), CPU)
+    later = replace(first, key_means=first.key_means + 1)
+
+    def measure(*_):
+        (file,) = (tmp_path / "cache").glob("weights.json")
+        name = f"{fingerprint(folder, file)}.measured"
+        first.save(tmp_path / "cache" / "heads" / name)
+        return later
+
+    monkeypatch.setattr("app.measured_heads.measure_heads", measure)
+    assert _equal(measured_heads(checkpoint, _Words(), tmp_path / "cache", CPU), first)
 
 
 def test_a_file_that_is_none_or_of_another_model_is_measured_anew(folder, tmp_path):
