@@ -248,7 +248,7 @@ class _Measuring(Exception):
     [
         ({"context": 999_999}, "window is 8,192"),
         ({"context": 8192, "chunk": 1 << 40}, "are free"),
-        ({"kv_bits": 16.0}, "--kv-bits"),
+        ({"kv_bits": 4.0}, "--kv-bits"),
     ],
 )
 def test_what_cannot_run_is_told_before_heads_are_measured(
