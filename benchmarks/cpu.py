@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from app.config import EMBEDDED_MODEL, Settings
 from app.embedded import embedded_model_path
 from app.engine.runner import Runner, build_runner
+from app.measured_heads import measured_heads
 from app.tokenizer import Tokenizer
 from benchmarks import _llama_cpp
 from benchmarks._peer import transformers_model
@@ -118,8 +119,10 @@ class _Ours:
         settings = Settings(
             model=EMBEDDED_MODEL, threads=args.threads, pattern=args.pattern, retrieval_ratio=args.retrieval_ratio
         )
-        pattern, _ = choose_pattern(find_model(settings), settings)
-        self.runner: Runner = build_runner(checkpoint, pattern, settings)
+        files = find_model(settings)
+        pattern, _ = choose_pattern(files, settings)
+        measured = measured_heads(checkpoint, Tokenizer(files.path), settings.cache_dir, torch.device("cpu"))
+        self.runner: Runner = build_runner(checkpoint, pattern, settings, measured=measured)
 
     def read(self, ids: list[int], cache: DuoCache) -> Tensor:
         tokens, chunk = torch.tensor(ids), self.runner.chunk

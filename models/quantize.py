@@ -294,9 +294,10 @@ class _Calibration:
         return full.pow(best) if best else None
 
     def advance(self, parts: Parts) -> None:
-        """Moves the sample through a quantised layer, and measures its heads on the first text."""
+        """Moves the sample through a quantised layer, and measures its heads on the longest text."""
         layer = make_layer(self._config, dict(parts), self._mask, W8A8Linear.from_float)
-        measured, _ = measure_layer(self._config, layer, self._states[0], self._turn)
+        longest = max(self._states, key=len)
+        measured, _ = measure_layer(self._config, layer, longest, self._turn)
         self.heads.append(measured)
         self._states = self._run(layer)
 

@@ -18,6 +18,7 @@ from models.cache.shape import CacheShape
 from models.checkpoint import open_checkpoint
 from models.config import ModelConfig
 from models.errors import UnsupportedModel
+from models.measured import FILE
 from models.quantize import quantize_checkpoint
 from models.turn import rotate_values, scale_gated, scale_values, turn_residual
 from quant import formats
@@ -74,6 +75,15 @@ def test_it_loads_and_is_close_to_the_float_model(folder, tmp_path, calibrated):
     assert (ours - exact).norm() < 0.05 * exact.norm()
     assert open_checkpoint(tmp_path / "out").config == open_checkpoint(folder).config
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_heads_are_measured_on_the_longest_text_wherever_it_stands(tmp_path):
+    folder, (long, short) = _folder(tmp_path / "model", "llama"), (_sample(1, 300)[0], _sample(1, 3)[0])
+    for out, sample in (("first", [long, short]), ("last", [short, long])):
+        quantize_checkpoint(open_checkpoint(folder), tmp_path / out, sample, DESCRIBED, CPU)
+    first, last = (load_file(tmp_path / out / FILE) for out in ("first", "last"))
+    for name, tensor in first.items():
+        torch.testing.assert_close(last[name], tensor, rtol=1e-3, atol=1e-4)
 
 
 def test_rounding_to_the_nearest_is_what_loading_a_float_checkpoint_does(folder, tmp_path):
