@@ -24,6 +24,7 @@ _FLAGS = (
     "-std=gnu11 -O3 -march=native -mprefer-vector-width=512 -fopenmp -fPIC -shared "
     "-fno-math-errno -fno-trapping-math -ffp-contract=off"
 ).split()
+_NO_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16".split()  # where the system does not let this process use it
 _HEADER = Path(__file__).with_name("native.h")
 
 
@@ -59,15 +60,17 @@ def library(source: Path) -> ctypes.CDLL:
     """The compiled source; raises NativeError. Threads come from torch's own pool: the loader shares its OpenMP."""
     compiler, version = _compiler()
     text = source.read_text()
-    key = "\n".join((text, _HEADER.read_text(), *_FLAGS, version, _processor()))
+    flags = _FLAGS if cpu.matrix_units() else [*_FLAGS, *_NO_AMX]
+    key = "\n".join((text, _HEADER.read_text(), *flags, version, _processor()))
 
     def build() -> bytes:
         with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
             out = Path(folder) / "kernel.so"
-            command = [compiler, *_FLAGS, f"-I{_HEADER.parent}", "-o", str(out), str(source), "-lm"]
+            command = [compiler, *flags, f"-I{_HEADER.parent}", "-o", str(out), str(source), "-lm"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
             if done.returncode:
-                raise NativeError(f"{compiler} refused {source.name}: {done.stderr.strip().splitlines()[:1]}")
+                errors = [line for line in done.stderr.splitlines() if "error:" in line] or [done.stderr.strip()]
+                raise NativeError(f"{compiler} refused {source.name}: {errors[0]}")
             return out.read_bytes()
 
     try:

@@ -1,4 +1,5 @@
-/* int8 x int8 products on AMX (many rows) and VNNI (one row), with scales, bias and sum in the epilogue.
+/* int8 x int8 products with scales, bias and sum in the epilogue: one row on VNNI; many on AMX where there is such a
+   unit, else on VNNI too, whose left side is unsigned.
 
    A weight [outer, inner] lies in panels of 32 outputs; a panel is inner / 64 steps of two tiles, a tile 16 rows of
    64 bytes, and byte 4 c + j of row r is weight[16 tile + c][64 step + 4 r + j]: what TDPBSSD takes as its right side
@@ -42,13 +43,19 @@ static inline void finish(const Epilogue *e, __m512i sums, i64 row, i64 n) {
     _mm512_mask_storeu_ps(to, mask, x);
 }
 
-/* One row against panels first .. last - 1. VPDPBUSD wants its left side unsigned: 128 is added to every code, and
-   128 times the weights' sum taken off again. */
+/* Where 16 sums over raised codes begin: 128 times the weights' sum is taken off before anything is added. */
+static inline __m512i start(const int32_t *column_sums, i64 n, i64 outer) {
+    __mmask16 mask = lanes(most(0, outer - n));
+    __m512i sum = _mm512_maskz_loadu_epi32(mask, column_sums + (mask ? n : 0));
+    return _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_slli_epi32(sum, 7));
+}
+
+/* One row against panels first .. last - 1. VPDPBUSD wants its left side unsigned: 128 is added to every code. */
 static void one_row(const uint8_t *raised, const int8_t *tiles, const int32_t *sums, i64 steps, i64 first, i64 last,
                     const Epilogue *e) {
     for (i64 panel = first; panel < last; panel++) {
         const int8_t *at = tiles + panel * steps * 2 * TILE;
-        __m512i even[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+        __m512i even[2] = {start(sums, panel * WIDTH, e->outer), start(sums, panel * WIDTH + 16, e->outer)};
         __m512i odd[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
         for (i64 step = 0; step < steps; step++, at += 2 * TILE)
             for (int r = 0; r < 16; r += 2) {
@@ -62,17 +69,19 @@ static void one_row(const uint8_t *raised, const int8_t *tiles, const int32_t *s
             }
         for (int t = 0; t < 2; t++) {
             i64 n = panel * WIDTH + 16 * t;
-            if (n >= e->outer) break;
-            __m512i sum = _mm512_maskz_loadu_epi32(lanes(e->outer - n), sums + n);
-            __m512i total = _mm512_add_epi32(even[t], odd[t]);
-            finish(e, _mm512_sub_epi32(total, _mm512_slli_epi32(sum, 7)), 0, n);
+            if (n < e->outer) finish(e, _mm512_add_epi32(even[t], odd[t]), 0, n);
         }
     }
 }
 
+#ifdef __AMX_INT8__
+
+enum { RAISED = 0 };
+
 /* Up to 32 rows of codes [.., stride] against two tiles a step: sums [32, 32]. */
 static inline void block(const int8_t *codes, i64 stride, i64 rows, const int8_t *left, const int8_t *right, i64 steps,
-                         int32_t *sums) {
+                         __m512i left_start, __m512i right_start, int32_t *sums) {
+    (void)left_start, (void)right_start;
     int both = rows > 16;
     _tile_zero(0);
     _tile_zero(1);
@@ -98,22 +107,63 @@ static inline void block(const int8_t *codes, i64 stride, i64 rows, const int8_t
     }
 }
 
-/* Codes as tiles read them, whole rows and whole steps: what does not fill them lies in a copy, padded with zeros. */
+#else
+
+enum { RAISED = 1, AT_ONCE = 8 };
+
+static inline void set_tiles(void) {}
+static inline void _tile_release(void) {}
+
+/* The same; the codes are raised. */
+static inline void block(const int8_t *codes, i64 stride, i64 rows, const int8_t *left, const int8_t *right, i64 steps,
+                         __m512i left_start, __m512i right_start, int32_t *sums) {
+    for (i64 row = 0; row < rows; row += AT_ONCE, codes += AT_ONCE * stride, sums += AT_ONCE * WIDTH) {
+        __m512i one[AT_ONCE], two[AT_ONCE];
+        for (int i = 0; i < AT_ONCE; i++) one[i] = left_start, two[i] = right_start;
+        for (i64 step = 0; step < steps; step++)
+            for (int r = 0; r < 16; r++) {
+                __m512i x = _mm512_load_si512(left + step * 2 * TILE + 64 * r);
+                __m512i y = _mm512_load_si512(right + step * 2 * TILE + 64 * r);
+                for (int i = 0; i < AT_ONCE; i++) {
+                    int32_t four;
+                    memcpy(&four, codes + i * stride + step * STEP + 4 * r, 4);
+                    __m512i both = _mm512_set1_epi32(four);
+                    one[i] = _mm512_dpbusd_epi32(one[i], both, x);
+                    two[i] = _mm512_dpbusd_epi32(two[i], both, y);
+                }
+            }
+        for (int i = 0; i < AT_ONCE; i++) {
+            _mm512_store_si512(sums + i * WIDTH, one[i]);
+            _mm512_store_si512(sums + i * WIDTH + 16, two[i]);
+        }
+    }
+}
+
+#endif
+
+/* Codes as `block` reads them, whole rows and whole steps. A copy holds what does not fill them, padded with zeros, or
+   everything, raised by 128, where the unit wants that. */
 typedef struct {
     const int8_t *codes;
     int8_t *copy;
     i64 whole, inner, padded, rows;
 } Left;
 
-static Left pad(const int8_t *codes, i64 rows, i64 inner) {
+static Left pad(const int8_t *codes, i64 rows, i64 inner, int threads) {
     Left left = {codes, NULL, 0, inner, parts(inner, STEP) * STEP, rows};
-    left.whole = left.padded == inner ? rows / 32 * 32 : 0;
+    left.whole = left.padded == inner && !RAISED ? rows / 32 * 32 : 0;
     i64 rest = rows - left.whole, room = parts(rest, 32) * 32;
     if (room) left.copy = aligned_alloc(64, room * left.padded);
+#pragma omp parallel for num_threads(threads) schedule(static) if (RAISED)
     for (i64 i = 0; i < room; i++) {
         i64 filled = i < rest ? inner : 0;
-        if (filled) memcpy(left.copy + i * left.padded, codes + (left.whole + i) * inner, inner);
-        memset(left.copy + i * left.padded + filled, 0, left.padded - filled);
+        int8_t *to = left.copy + i * left.padded;
+        const int8_t *from = codes + (left.whole + i) * inner;
+        if (RAISED)
+            for (i64 k = 0; k < filled; k++) to[k] = from[k] ^ (int8_t)0x80;
+        else if (filled)
+            memcpy(to, from, filled);
+        memset(to + filled, RAISED ? 0x80 : 0, left.padded - filled);
     }
     return left;
 }
@@ -144,7 +194,8 @@ static inline void finish_gated(const Epilogue *e, const int32_t *sums, i64 row,
 }
 
 /* A thread's rows against all pairs of tiles: neighbours, or 16 gates and their 16 ups. */
-static inline __attribute__((always_inline)) void some_rows(const Left *left, const int8_t *tiles, int part, int threads,
+static inline __attribute__((always_inline)) void some_rows(const Left *left, const int8_t *tiles,
+                                                            const int32_t *column_sums, int part, int threads,
                                                             const Epilogue *e, int gated) {
     int32_t sums[WIDTH * WIDTH] __attribute__((aligned(64)));
     i64 steps = left->padded / STEP, last = part_of(left->rows, part + 1, threads), up = e->outer / 32;
@@ -154,9 +205,11 @@ static inline __attribute__((always_inline)) void some_rows(const Left *left, co
             i64 pair = n / WIDTH;
             const int8_t *one = tile_at(tiles, steps, gated ? pair : 2 * pair);
             const int8_t *two = gated ? tile_at(tiles, steps, pair + up) : one + TILE;
+            __m512i one_start = start(column_sums, gated ? n / 2 : n, e->outer);
+            __m512i two_start = start(column_sums, gated ? e->outer / 2 + n / 2 : n + 16, e->outer);
             for (i64 row = slab; row < least(last, slab + ROWS); row += 32) {
                 i64 count = least(32, last - row);
-                block(at_row(left, row), left->padded, count, one, two, steps, sums);
+                block(at_row(left, row), left->padded, count, one, two, steps, one_start, two_start, sums);
                 if (gated)
                     finish_gated(e, sums, row, count, n / 2);
                 else
@@ -181,9 +234,9 @@ static void multiply(const int8_t *codes, const int8_t *tiles, const int32_t *co
         free(raised);
         return;
     }
-    Left left = pad(codes, rows, inner);
+    Left left = pad(codes, rows, inner, threads);
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
-    for (int part = 0; part < threads; part++) some_rows(&left, tiles, part, threads, e, 0);
+    for (int part = 0; part < threads; part++) some_rows(&left, tiles, column_sums, part, threads, e, 0);
     free(left.copy);
 }
 
@@ -209,8 +262,8 @@ void gated_matmul(const int8_t *codes, const int8_t *tiles, const int32_t *colum
         free(e.out);
         return;
     }
-    Left left = pad(codes, rows, inner);
+    Left left = pad(codes, rows, inner, threads);
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
-    for (int part = 0; part < threads; part++) some_rows(&left, tiles, part, threads, &e, 1);
+    for (int part = 0; part < threads; part++) some_rows(&left, tiles, column_sums, part, threads, &e, 1);
     free(left.copy);
 }

@@ -1,4 +1,4 @@
-"""Our own int8 product in C, compiled for the processor at hand: AMX for many rows, VNNI for one."""
+"""Our own int8 product in C, compiled for the processor at hand: AMX for many rows or else VNNI, VNNI for one."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Tiles:
 
 
 def declines(device: torch.device) -> str | None:
-    """Serves x86 processors with AMX where there is a C compiler."""
-    return native.declines(SOURCE, device, matrix_units=True)
+    """Serves x86 processors with AVX-512 VNNI where there is a C compiler."""
+    return native.declines(SOURCE, device)
 
 
 @cache
