@@ -106,7 +106,7 @@ class Chat:
     title: str = ""
     created: float = field(default_factory=time.time)
     sampling: SamplingParams = field(default_factory=SamplingParams)  # of its answers
-    ids_of: str = ""  # whose token ids its turns hold, see ChatService
+    ids_of: str = ""  # whose token ids its turns hold, see TokenIds.revive
     head: str | None = None
     tree: dict[str, Turn] = field(default_factory=dict)
     asking: threading.Lock = field(default_factory=threading.Lock, repr=False)  # held while a question is prepared

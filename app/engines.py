@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from app.config import Settings
+from app.local import LocalService
 from app.model import check_model
 from app.service import ChatService
 
@@ -14,4 +15,4 @@ def open_service(settings: Settings) -> ChatService:
 
         return RemoteService(settings)
     check_model(settings.model)
-    return ChatService(settings)
+    return LocalService(settings)

@@ -1,37 +1,27 @@
-"""ChatService: the one door from page, API and command line to the engine."""
+"""ChatService: the one door from page, API and command line to whatever answers."""
 
 from __future__ import annotations
 
-import hashlib
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from app import scratch
-from app.chat import Chat, Selection, Turn, ids_of, new_sources, selection_of
+from app.chat import Chat, Selection, Turn, new_sources
 from app.config import Settings
-from app.conversation import AnswerMemory, Message, exchanges
+from app.conversation import Message
 from app.documents import Document, read_safely
-from app.engine.engine import let_go
 from app.engine.generation import Generation
 from app.engine.sampler import check_sampling
-from app.engine.snapshots import SnapshotStore
-from app.engine.types import Done, GenerationRequest, Mark, SamplingParams
-from app.errors import ContextTooLong, NotReady, UsageError
-from app.evaluation.examiner import Examiner
+from app.engine.types import SamplingParams
+from app.errors import NotReady, UsageError
 from app.evaluation.selftest import SelfTest
-from app.evidence import passages, quotes
-from app.forgetting import MemoryBegins, memory_begins
 from app.head_costs import Heads
 from app.library import Library, Owner
-from app.loaded import Loaded
-from app.model import LoadProgress, OpenModel, open_model
-
-_PATIENCE_S = 30.0  # for the last step of an answer whose chat is deleted
+from app.model import LoadProgress
 
 __all__ = ["Chat", "ChatService", "MemoryBegins", "PlanView", "Selection", "Turn"]
 
@@ -55,127 +45,54 @@ class PlanView:
     stored_tokens: int = 0
 
 
-class ChatService:
-    """Loads one model and answers questions about documents with it. Every method may be called from any thread."""
+@dataclass(frozen=True)
+class MemoryBegins:
+    """Where an endless chat's memory begins: `forgotten` tokens lie between its first `sink` ones and there.
 
-    def __init__(self, settings: Settings, opener: Callable[[Settings, LoadProgress], OpenModel] = open_model) -> None:
+    `turn` counts from 0, and is the number of turns when it is the one that still runs; `in_answer` tells its answer
+    from what was read for it; `words` are the first ones that are remembered, empty where they are not known yet.
+    """
+
+    forgotten: int
+    sink: int
+    turn: int
+    in_answer: bool
+    words: str
+
+
+class ChatService(ABC):
+    """Answers questions about documents. Every method may be called from any thread.
+
+    Whoever answers says how, in the abstract methods; what only the own engine can do is refused or empty here.
+    """
+
+    def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.load_error: Exception | None = None
-        self._opener = opener
-        self._loaded: Loaded | None = None
-        self._closed = False
-        self._lock = threading.Lock()
-        self._answers = AnswerMemory()
         self.library = Library(settings.cache_dir / "library")
+        self._closed = threading.Event()
 
     @property
+    @abstractmethod
     def ready(self) -> bool:
         """Whether questions can be asked."""
-        return self._loaded is not None
 
     @property
+    @abstractmethod
     def busy(self) -> bool:
         """Whether an answer runs or waits."""
-        return (loaded := self._loaded) is not None and loaded.engine.busy
 
+    @abstractmethod
     def load(self, progress: LoadProgress | None = None, documents: bool = True) -> None:
-        """Load the model: slow. Never raises; a failure is kept in `load_error`, which later calls raise.
+        """Make it ready: slow. Never raises; a failure is kept in `load_error`, which later calls raise.
 
         `progress(stage, fraction)` is told what goes on, with fractions from 0 to 1. Without `documents` it is not
         made ready to tell what an answer rests on.
         """
-        report = progress or (lambda stage, fraction: None)
-        if self._loaded is not None:
-            return
-        try:
-            self.tidy()
-            model = self._opener(self.settings, report)
-            loaded = Loaded(model, self.library.documents)
-            self._pin(loaded)
-            report("Warming up", 0.95)
-            try:
-                loaded.warm_up(documents)
-            except BaseException:
-                loaded.engine.close()
-                raise
-            with self._lock:
-                if not self._closed:
-                    self._loaded = loaded
-            if self._loaded is None:
-                loaded.engine.close()
-            report("Ready", 1.0)
-        except Exception as error:
-            self.load_error = error
 
-    @property
-    def changeable(self) -> tuple[str, ...]:
-        """Settings that `change` takes: those of the cache that mean something for this model and mode."""
-        if self.settings.engine != "own" or (loaded := self._loaded) is None:
-            return ()
-        if self.settings.mode == "endless":
-            return ("sink", "recent", "chunk")
-        patterned = loaded.model.heads is not None and loaded.model.heads.pattern is not None
-        formats = ("kv", "kv_bits", "chunk")
-        return ("retrieval_ratio", "sink", "recent", *formats) if patterned else formats
-
-    def change(self, values: Mapping[str, Any], progress: LoadProgress | None = None) -> None:
-        """Go on with other settings, some of `changeable`, for everybody; returns when they are in force.
-
-        What was asked before is answered first, and what is asked meanwhile waits in line while the model is opened
-        anew. Chats stay; what they have read is read again, or comes from disk where these settings were used before.
-        Raises UsageError, and what opening the model raises: then the settings before are in force again.
-        """
-        loaded = self._need()
-        if wrong := sorted(set(values) - set(self.changeable)):
-            known = ", ".join(self.changeable) or "nothing"
-            raise UsageError(f"{', '.join(wrong)} cannot be changed here while Octavo runs; {known} can.")
-        replace(self.settings, **values)  # values that cannot be are told before anybody waits
-        report = progress or (lambda stage, fraction: None)
-
-        def work() -> None:
-            before, wanted = self.settings, replace(self.settings, **values)
-            if wanted == before:
-                return
-            loaded.model.runner.release()
-            failed = self._exchange(loaded, wanted, report)
-            if failed is None:
-                self.settings = wanted
-                return
-            report("Going back to the settings before", 0.0)
-            if (lost := self._exchange(loaded, before, report)) is not None:
-                self.load_error, self._loaded = lost, None
-                loaded.engine.close()
-            raise failed
-
-        report("Waiting for the answers in front", 0.0)
-        loaded.engine.between(work)
-        report("Ready", 1.0)
-
-    def _exchange(self, loaded: Loaded, settings: Settings, report: LoadProgress) -> Exception | None:
-        """Open the model anew and go on with it, in the engine's worker; else why not, and then nothing is held."""
-        model = None
-        try:
-            model = self._opener(settings, report)
-            report("Warming up", 0.95)
-            loaded.exchange(model)
-            self._pin(loaded)
-        except Exception as error:
-            if model is not None:
-                model.runner.release()
-            let_go(error)
-            return error
-        return None
-
-    def _pin(self, loaded: Loaded) -> None:
-        if (snapshots := loaded.snapshots) is not None:
-            snapshots.pinned = self.library.pinned
-
+    @abstractmethod
     def close(self) -> None:
-        """Cancel what runs and let go of the model."""
-        with self._lock:
-            self._closed, loaded, self._loaded = True, self._loaded, None
-        if loaded is not None:
-            loaded.engine.close()
+        """Cancel what runs and let go of what answers."""
 
     def tidy(self) -> None:
         """Delete what earlier runs left behind that were killed; never fails."""
@@ -186,6 +103,7 @@ class ChatService:
         """Read a file; raises BadDocument or DocumentTooLarge. Needs no model."""
         return read_safely(path, name)
 
+    @abstractmethod
     def count_tokens(
         self,
         document: Document | Selection,
@@ -196,7 +114,6 @@ class ChatService:
 
         `progress` gets fractions from 0 to 1; once `cancelled()` is true, Cancelled is raised.
         """
-        return len(self._need().ids.of(selection_of(document), progress, cancelled))
 
     def new_chat(self, system: str | None = None) -> Chat:
         """An empty conversation, apart from every other."""
@@ -206,24 +123,9 @@ class ChatService:
         """A chat of its own that goes on from an answer; both share what was read up to there."""
         return chat.fork(turn_id)
 
+    @abstractmethod
     def plan(self, chat: Chat, documents: Sequence[Document | Selection] | None = None, question: str = "") -> PlanView:
         """Whether the next question fits, and how long reading for it takes. Nothing runs on the device."""
-        loaded = self._need()
-        loaded.ids.revive(chat, chat.turns)
-        known = chat.token_count
-        new_ids = loaded.ids.added(not chat.turns, chat.system, new_sources(chat.turns, documents), question)
-        new = len(new_ids)
-        need, capacity = known + new, loaded.engine.runner.capacity
-        fits = capacity is None or need < capacity
-        _, stored = loaded.engine.runner.known(chat.token_ids + tuple(new_ids))
-        seconds = loaded.engine.cost.seconds(max(known, stored), need)
-        if capacity is None:
-            message = f"{new:,} tokens to read; the last {loaded.recent:,} are remembered."
-        elif fits:
-            message = f"{new:,} tokens to read; {need:,} of {capacity:,} tokens of the context are used then."
-        else:
-            message = str(_too_long(need, capacity, chat.turns))
-        return PlanView(fits, need, new, capacity, loaded.model.bytes_for(need), seconds, message, stored)
 
     def ask(
         self,
@@ -250,6 +152,7 @@ class ChatService:
             chat.follow(generation)
         return generation
 
+    @abstractmethod
     def _ask(
         self,
         chat: Chat,
@@ -260,61 +163,15 @@ class ChatService:
         turn: Turn | None,
     ) -> Generation:
         """The question behind `before`, with the `sources` that are new there; nobody else asks in this chat."""
-        loaded = self._need()
-        loaded.ids.revive(chat, before)
-        before = [chat.tree[t.id] for t in before]
-        new_ids = tuple(loaded.ids.added(not before, chat.system, sources, question))
-        prompt = ids_of(before) + new_ids
-        capacity = loaded.engine.runner.capacity
-        if capacity is not None and len(prompt) >= capacity:
-            raise _too_long(len(prompt), capacity, before)
-        turn_id = (turn or chat.begin(question)).id
-        chat.update(turn_id, sources=sources, prompt_ids=new_ids)
-        marks = loaded.ids.marks(prompt, len(prompt) - len(new_ids), sources)
-        read = [source for t in before for source in t.sources] + list(sources)
-        request = GenerationRequest(prompt, sampling, loaded.stop_ids, chat.id, marks, evidence=bool(read))
 
-        def keep(done: Done) -> None:
-            ids = tuple(loaded.prompts.answer_ids(done.token_ids, loaded.stop_ids))
-            said = {"answer_ids": ids, "answer": done.text, "finish_reason": done.finish_reason}
-            chat.update(turn_id, answered=bool(done.token_ids), **said)  # first: the answer counts without evidence
-            places = loaded.ids.places(prompt, read)
-            found = passages(done.looked, places, loaded.model.tokenizer) if done.looked is not None else ()
-            quoted = quotes(done.text, {place.label: place.document for place in places})
-            chat.update(turn_id, passages=tuple(found), quotes=tuple(quoted))
-
-        return loaded.engine.submit(request, keep)
-
+    @abstractmethod
     def resume(self, chat: Chat, turn_id: str, sampling: SamplingParams | None = None) -> Generation:
         """Go on with an answer that was stopped or cut, from its last token; the events tell the new text only.
 
         Raises as `ask`, and UsageError for an answer that ended by itself.
         """
-        loaded = self._need()
-        sampling = sampling or chat.sampling
-        with chat.asking:
-            chat.settle()
-            turns = [t for t in chat.path(turn_id) if t.answered]
-            if not turns or turns[-1].id != turn_id or turns[-1].finish_reason not in ("cancelled", "length", "loop"):
-                raise UsageError("Only an answer that was stopped or cut can be continued.")
-            loaded.ids.revive(chat, turns)
-            turns = [chat.tree[t.id] for t in turns]
-            prompt, capacity = ids_of(turns), loaded.engine.runner.capacity
-            if capacity is not None and len(prompt) >= capacity:
-                raise _too_long(len(prompt), capacity, turns)
-            turn = chat.tree[turn_id]
-            documents = {source.label: source.document for t in turns for source in t.sources}
 
-            def keep(done: Done) -> None:
-                ids = turn.answer_ids + tuple(loaded.prompts.answer_ids(done.token_ids, loaded.stop_ids))
-                text = loaded.text(ids)
-                said = {"answer_ids": ids, "answer": text, "finish_reason": done.finish_reason, "error": ""}
-                chat.update(turn_id, **said, quotes=tuple(quotes(text, documents)))
-
-            generation = self._submit(loaded, prompt, sampling, chat.id, keep)
-            chat.follow(generation)
-        return generation
-
+    @abstractmethod
     def converse(
         self, messages: Sequence[Message], sampling: SamplingParams | None = None, bucket: str = ""
     ) -> Generation:
@@ -323,45 +180,14 @@ class ChatService:
         What the cache has of it is not read again. Requests of one `bucket`, or else of one beginning, share their
         place there. Raises NotReady, UsageError, ContextTooLong.
         """
-        loaded = self._need()
-        sampling = sampling or SamplingParams()
-        system, turns = exchanges(messages)
-        ids: list[int] = []
-        for turn in turns:
-            content = loaded.ids.content(turn.sources, turn.question)
-            ids += loaded.prompts.next(content) if ids else loaded.prompts.first(content, system)
-            bucket = bucket or _digest(ids)
-            if turn.answer is not None:
-                known = self._answers.find(ids, turn.answer)
-                ids += loaded.model.tokenizer.encode_text(turn.answer, start=False) if known is None else known
 
-        def keep(done: Done) -> None:
-            if done.token_ids and not sampling.stop:  # what ends before a stop text has ids behind its text
-                self._answers.keep(ids, done.text, tuple(loaded.prompts.answer_ids(done.token_ids, loaded.stop_ids)))
-
-        marks = loaded.ids.marks(ids, 0, [source for turn in turns for source in turn.sources])
-        return self._submit(loaded, tuple(ids), sampling, "api " + bucket, keep, marks)
-
+    @abstractmethod
     def complete(
         self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, bucket: str = ""
     ) -> Generation:
         """Continue a text, which never becomes control tokens, or token ids, which may be any. Raises as `converse`."""
-        loaded = self._need()
-        tokenizer = loaded.model.tokenizer
-        if isinstance(prompt, str):
-            ids = tokenizer.encode_text(prompt)
-            if tokenizer.add_bos and tokenizer.bos_id is not None:
-                ids.insert(0, tokenizer.bos_id)
-        else:
-            ids = list(prompt)
-            wrong = next((token for token in ids if not 0 <= token < tokenizer.vocab_size), None)
-            if wrong is not None:
-                raise UsageError(f"Token {wrong} does not exist; ids go from 0 to {tokenizer.vocab_size - 1}.")
-        if not ids:
-            raise UsageError("The prompt is empty.")
-        bucket = bucket or _digest(ids[:64])
-        return self._submit(loaded, tuple(ids), sampling or SamplingParams(), "api " + bucket)
 
+    @abstractmethod
     def status(self, chat: Chat | None = None) -> dict[str, Any]:
         """Facts for people and for --json.
 
@@ -370,117 +196,81 @@ class ChatService:
         (requests in line), totals (see Totals), settings (mode, weights, kv, retrieval_ratio, sink, recent, chunk,
         backends).
         """
-        loaded = self._need()
-        runner, timings = loaded.model.runner, loaded.engine.timings
-        return {
-            "model": loaded.model.name,
-            "note": loaded.model.note,
-            "pattern": loaded.model.pattern_note,
-            "context_used": chat.token_count if chat is not None else 0,
-            "context_capacity": runner.capacity,
-            "memory_begins": asdict(begins) if chat is not None and (begins := self.memory_begins(chat)) else None,
-            "memory": asdict(runner.memory()),
-            "ms_per_token": timings.decode_ms_per_token,
-            "prefill_tokens_per_s": timings.prefill_tokens_per_s,
-            "busy": loaded.engine.busy,
-            "waiting": loaded.engine.waiting,
-            "totals": loaded.engine.totals.as_dict(),
-            "settings": runner.describe(),
-        }
+
+    def memory_begins(self, chat: Chat, prompt: int = 0, answer: int = 0) -> MemoryBegins | None:
+        """Where the memory of an endless chat begins; None while nothing is forgotten, or nobody tells.
+
+        `prompt` and `answer`: while a turn runs, the tokens of its whole prompt and of its answer so far.
+        """
+        return None
+
+    def reading_seconds(self, tokens: int) -> float | None:
+        """How long reading so many tokens from their beginning takes; None while that is not known."""
+        return None
 
     @property
     def heads(self) -> Heads | None:
         """The loaded model's head pattern, and what other settings of the cache would cost."""
-        return loaded.model.heads if (loaded := self._loaded) is not None else None
+        return None
+
+    @property
+    def changeable(self) -> tuple[str, ...]:
+        """Settings that `change` takes: those of the cache that mean something for this model and mode."""
+        return ()
+
+    def change(self, values: Mapping[str, Any], progress: LoadProgress | None = None) -> None:
+        """Go on with other settings, some of `changeable`, for everybody; returns when they are in force.
+
+        What was asked before is answered first, and what is asked meanwhile waits in line while the model is opened
+        anew. Chats stay; what they have read is read again, or comes from disk where these settings were used before.
+        Raises UsageError, and what opening the model raises: then the settings before are in force again.
+        """
+        raise UsageError("Changing settings while Octavo runs needs the own engine, not another server.")
 
     def self_test(self, document: Document | Selection, count: int) -> SelfTest:
         """A test of what of a document the model really sees: `count` facts are planted in it and asked for."""
-        if self.settings.engine != "own":
-            raise UsageError("The self-test needs the own engine, not another server.")
-        loaded = self._need()
-        return SelfTest(Examiner(loaded.model, loaded.engine), selection_of(document).text, count)
-
-    def reading_seconds(self, tokens: int) -> float | None:
-        """How long reading so many tokens from their beginning takes; None while that is not known."""
-        return loaded.engine.cost.seconds(0, tokens) if (loaded := self._loaded) is not None else None
+        raise UsageError("The self-test needs the own engine, not another server.")
 
     def saved_bytes(self, label: str | None = None) -> int:
         """Bytes on disk of what was read of a document, or of everything; 0 where nothing is saved."""
-        return snapshots.bytes_of(label) if (snapshots := self._snapshots) is not None else 0
+        return 0
 
     @property
     def saved_labels(self) -> frozenset[str]:
         """Labels of the documents that were read at the settings in force and are on disk."""
-        return snapshots.labels() if (snapshots := self._snapshots) is not None else frozenset()
+        return frozenset()
 
     @property
     def saved_quota(self) -> int:
         """Bytes that what was read may take on disk; 0 where nothing is saved."""
-        return snapshots.quota if (snapshots := self._snapshots) is not None else 0
+        return 0
 
     @property
     def saved_note(self) -> str:
         """The last thing that went wrong with what is saved; "" for nothing."""
-        return snapshots.notes[-1] if (snapshots := self._snapshots) is not None and snapshots.notes else ""
+        return ""
 
-    def forget(self, label: str) -> None:
+    def forget(self, label: str) -> None:  # noqa: B027 - where nothing is saved, nothing is to be deleted
         """Delete what was read of a document from the disk, as far as no document that is kept builds on it."""
-        if (snapshots := self._snapshots) is not None:
-            snapshots.forget(label, self.library.listed() - {label})
 
     def delete_chat(self, owner: Owner, chat: Chat) -> None:
         """Delete a saved chat, texts that only it named, and what was read for it and serves nobody else.
 
         Where it still answers this waits for its last step.
         """
-        if (loaded := self._loaded) is not None:
-            loaded.engine.settle(chat.id, _PATIENCE_S)
-        paths = [path for path in chat.paths() if path]
         owner.chats.delete(chat.id)
         self.library.sweep(self.forget)
-        if paths and (snapshots := self._snapshots) is not None:
-            snapshots.forget_paths(paths, self.library.paths(paths), self.library.named())
-
-    @property
-    def _snapshots(self) -> SnapshotStore | None:
-        return loaded.snapshots if (loaded := self._loaded) is not None else None
-
-    def memory_begins(self, chat: Chat, prompt: int = 0, answer: int = 0) -> MemoryBegins | None:
-        """Where the memory of an endless chat begins; None while nothing is forgotten.
-
-        `prompt` and `answer`: while a turn runs, the tokens of its whole prompt and of its answer so far.
-        """
-        return memory_begins(self._need(), chat, prompt, answer)
-
-    def _submit(
-        self,
-        loaded: Loaded,
-        prompt: tuple[int, ...],
-        sampling: SamplingParams,
-        chat_id: str,
-        keep: Callable[[Done], None] | None = None,
-        marks: tuple[Mark, ...] = (),
-    ) -> Generation:
-        try:
-            check_sampling(sampling)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
-        capacity = loaded.engine.runner.capacity
-        if capacity is not None and len(prompt) >= capacity:
-            raise ContextTooLong(len(prompt) + 1, capacity, "Send fewer messages or a shorter document.")
-        return loaded.engine.submit(GenerationRequest(prompt, sampling, loaded.stop_ids, chat_id, marks), keep)
 
     def _check_ready(self) -> None:
         """Raises what is wrong where no question can be asked."""
-        self._need()
+        if not self.ready:
+            raise self._why_not_ready()
 
-    def _need(self) -> Loaded:
-        loaded = self._loaded
-        if loaded is not None:
-            return loaded
+    def _why_not_ready(self) -> Exception:
         if self.load_error is not None:
-            raise self.load_error
-        raise NotReady("The service is closed." if self._closed else "The model is still loading. Try again soon.")
+            return self.load_error
+        closed = self._closed.is_set()
+        return NotReady("The service is closed." if closed else "The model is still loading. Try again soon.")
 
 
 def check_request(question: str, sampling: SamplingParams) -> None:
@@ -491,15 +281,3 @@ def check_request(question: str, sampling: SamplingParams) -> None:
         check_sampling(sampling)
     except ValueError as error:
         raise UsageError(str(error)) from error
-
-
-def _digest(ids: Sequence[int]) -> str:
-    return hashlib.sha256(np.asarray(ids, dtype=np.int64).tobytes()).hexdigest()
-
-
-def _too_long(need: int, capacity: int, before: Sequence[Turn]) -> ContextTooLong:
-    if before:
-        advice = f"The chat so far has {len(ids_of(before)):,}. Start a new chat, or choose fewer pages."
-    else:
-        advice = "Choose fewer pages or a shorter document."
-    return ContextTooLong(need + 1, capacity, advice)

@@ -19,7 +19,7 @@ from app.documents import Document
 from app.documents.document import lay_out, paginate
 from app.engine.generation import Generation
 from app.engine.types import Done, SamplingParams, Token
-from app.service import ChatService
+from app.local import LocalService
 from benchmarks._report import at_least, at_most, finish, parser_for
 
 _FIRST = "Ada Bruno Clara David Elena Felix Greta Hugo Irene Jonas Karin Louis Marta Nils Olga Paul Rosa Simon".split()
@@ -78,7 +78,7 @@ def _seconds(generation: Generation) -> float:
     raise RuntimeError("The answer did not end.")
 
 
-def _cost(service: ChatService, document: Document, rounds: int) -> tuple[float, float]:
+def _cost(service: LocalService, document: Document, rounds: int) -> tuple[float, float]:
     """Seconds of an answer of 64 tokens without evidence and with it, the best of interleaved rounds."""
     sampling = SamplingParams(max_new_tokens=64)
     question = "Write a long summary of everything in it."
@@ -101,7 +101,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="of the timing")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(argv)
-    service = ChatService(Settings(model=args.model, library_quota=0.0))  # nothing of it is kept, or written beside it
+    service = LocalService(Settings(model=args.model, library_quota=0.0))  # nothing of it is kept, or written beside it
     service.load()
     if service.load_error is not None:
         raise service.load_error

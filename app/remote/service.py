@@ -1,4 +1,4 @@
-"""ChatService over another server: the same chats, documents and plans, without what needs the own engine."""
+"""ChatService with another server: the same chats, documents and plans, without what needs the own engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from app.errors import ContextTooLong, UsageError
 from app.evidence import quotes
 from app.model import LoadProgress
 from app.remote.engine import RemoteEngine, RemoteError
-from app.service import ChatService, MemoryBegins, PlanView
+from app.service import ChatService, PlanView
 
 _AGAIN_S = 2.0
 _BYTES_PER_TOKEN = 4.0  # of English, until the server has told what it counted
@@ -36,7 +36,6 @@ class RemoteService(ChatService):
         assert settings.base_url is not None
         self._engine = RemoteEngine(settings.base_url, settings.base_key)
         self._model = ""
-        self._over = threading.Event()
         self._capacity: int | None = settings.context
         self._bytes_per_token = _BYTES_PER_TOKEN
         self._used: dict[str, int] = {}
@@ -76,11 +75,11 @@ class RemoteService(ChatService):
             self.load_error = error
 
     def _wait_for_it(self) -> None:
-        while isinstance(self.load_error, RemoteError) and not self._over.wait(_AGAIN_S):
+        while isinstance(self.load_error, RemoteError) and not self._closed.wait(_AGAIN_S):
             self._find_model()
 
     def close(self) -> None:
-        self._over.set()
+        self._closed.set()
         self._model = ""
         self._engine.close()
 
@@ -94,7 +93,6 @@ class RemoteService(ChatService):
         return self._tokens_of(selection_of(document).text)
 
     def plan(self, chat: Chat, documents: Sequence[Document | Selection] | None = None, question: str = "") -> PlanView:
-        """An estimate of what the next question would take."""
         self._check_ready()
         return self._plan(chat.turns, new_sources(chat.turns, documents), question)
 
@@ -135,13 +133,12 @@ class RemoteService(ChatService):
         return self._submit_body({"messages": messages}, sampling, keep)
 
     def resume(self, chat: Chat, turn_id: str, sampling: SamplingParams | None = None) -> Generation:
-        """UsageError: the API has no way to go on with an answer from its last token."""
+        """Raises UsageError: the API has no way to go on with an answer from its last token."""
         raise UsageError("Going on with a cut answer needs Octavo's own engine. Ask for the rest instead.")
 
     def converse(
         self, messages: Sequence[Message], sampling: SamplingParams | None = None, bucket: str = ""
     ) -> Generation:
-        """Answer a conversation that is given whole."""
         self._check_ready()
         system, turns = exchanges(messages)
         body = [{"role": "system", "content": system}] if system else []
@@ -154,7 +151,6 @@ class RemoteService(ChatService):
     def complete(
         self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, bucket: str = ""
     ) -> Generation:
-        """Continue a text or token ids."""
         self._check_ready()
         if not prompt:
             raise UsageError("The prompt is empty.")
@@ -180,10 +176,6 @@ class RemoteService(ChatService):
             "settings": {"engine": f"OpenAI-compatible server at {self._engine.base_url}"},
         }
 
-    def memory_begins(self, chat: Chat, prompt: int = 0, answer: int = 0) -> MemoryBegins | None:
-        """None: whether another server forgets is not told."""
-        return None
-
     def _submit_body(
         self, body: dict[str, Any], sampling: SamplingParams, keep: Callable[[Done], None] | None = None
     ) -> Generation:
@@ -200,10 +192,6 @@ class RemoteService(ChatService):
 
     def _tokens_of(self, text: str) -> int:
         return max(1, round(len(text.encode("utf-8", "replace")) / self._bytes_per_token))
-
-    def _check_ready(self) -> None:
-        if not self._model:
-            self._need()  # raises what is wrong
 
     def _tokens_before(self, turns: Sequence[Turn]) -> int:
         """What turns hold: as the server counted it for the last of them, else an estimate."""

@@ -14,8 +14,8 @@ from fastapi import FastAPI
 from app.access import Access, Guard
 from app.api import add_api
 from app.config import Settings
+from app.local import LocalService
 from app.model import OpenModel
-from app.service import ChatService
 from app.ui.server import bind
 from tests.fakes import END, FakeRunner, FakeTokenizer
 
@@ -25,11 +25,11 @@ Start = Callable[..., str]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Serves the API over a fake model, without the page; gives its address."""
-    running: list[tuple[uvicorn.Server, threading.Thread, ChatService]] = []
+    running: list[tuple[uvicorn.Server, threading.Thread, LocalService]] = []
 
     def serve(*, access: Access | None = None, local: bool = True, port: int = 0, **runner: Any) -> str:
         model = OpenModel("fake", FakeRunner(**{"capacity": 2000} | runner), FakeTokenizer(), frozenset({END}), int)
-        service = ChatService(Settings(), lambda settings, progress: model)
+        service = LocalService(Settings(), lambda settings, progress: model)
         service.load()
         app = FastAPI()
         add_api(app, service, tmp_path / "files")

@@ -18,7 +18,7 @@ import pytest
 from app.access import Access
 from app.api.store import FileStore
 from app.documents import Limits
-from app.service import ChatService
+from app.local import LocalService
 from tests.api.conftest import Start
 from tests.fakes import FakeSlot, FakeTokenizer
 
@@ -287,7 +287,7 @@ def test_content_is_never_shown_as_a_page(start: Start) -> None:
 def test_a_client_that_goes_before_its_answer_begins_ends_it(
     start: Start, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    complete = ChatService.complete
+    complete = LocalService.complete
 
     asked, go_on = threading.Event(), threading.Event()
 
@@ -296,7 +296,7 @@ def test_a_client_that_goes_before_its_answer_begins_ends_it(
         go_on.wait()
         return complete(*args)
 
-    monkeypatch.setattr(ChatService, "complete", slowly)
+    monkeypatch.setattr(LocalService, "complete", slowly)
     steps: list[str] = []
     url = start(answer=lambda prompt: " ".join(map(str, range(400))), hook=_pace(steps))
     steps.clear()  # of the warm-up
@@ -402,7 +402,7 @@ def test_what_was_read_of_a_deleted_file_is_freed_unless_somebody_else_has_it(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     freed: list[str] = []
-    monkeypatch.setattr(ChatService, "forget", lambda service, label: freed.append(label))
+    monkeypatch.setattr(LocalService, "forget", lambda service, label: freed.append(label))
     client = connect(start())
     first, twin, other = (
         client.files.create(file=(name, text), purpose="user_data").id

@@ -12,15 +12,15 @@ from app.chat import Chat
 from app.config import Settings
 from app.documents import Document
 from app.engine.types import SamplingParams
-from app.service import ChatService
+from app.local import LocalService
 
 GREEDY = SamplingParams(max_new_tokens=8)
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatService]:
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
     folder = tmp_path_factory.mktemp("cache")
-    service = ChatService(Settings(model="embedded", context=4096, cache_dir=folder))
+    service = LocalService(Settings(model="embedded", context=4096, cache_dir=folder))
     service.load()
     assert service.load_error is None
     yield service
@@ -31,16 +31,16 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatService]:
 def document(tmp_path_factory: pytest.TempPathFactory, prose: str) -> Document:
     path = tmp_path_factory.mktemp("texts") / "manual.txt"
     path.write_text(prose[:4000], encoding="utf-8")
-    return ChatService(Settings()).add_document(path)
+    return LocalService(Settings()).add_document(path)
 
 
-def _ask(service: ChatService, chat: Chat, question: str, document: Document | None = None) -> tuple[int, ...]:
+def _ask(service: LocalService, chat: Chat, question: str, document: Document | None = None) -> tuple[int, ...]:
     """Tokens that were read for a question; the answer is the chat's last."""
     done = service.ask(chat, question, [document] if document else [], GREEDY).result()
     return done.usage.prompt_tokens - done.usage.cached_tokens, *chat.turns[-1].answer_ids
 
 
-def test_every_branch_equals_a_fresh_run_and_reads_no_document_twice(service: ChatService, document: Document) -> None:
+def test_every_branch_equals_a_fresh_run_and_reads_no_document_twice(service: LocalService, document: Document) -> None:
     tokens = service.count_tokens(document)
     assert tokens > 800
     chat = service.new_chat()
@@ -66,7 +66,7 @@ def test_every_branch_equals_a_fresh_run_and_reads_no_document_twice(service: Ch
     note(other, "another chat", *_ask(service, other, "Who would read this, and what for?", document))
     assert max(reads.values()) < 200, reads  # the questions, and the rest of a block: never the document
 
-    alone = ChatService(replace(service.settings, library_quota=0.0))
+    alone = LocalService(replace(service.settings, library_quota=0.0))
     alone.load()
     try:
         for questions, answer in answers.items():
@@ -81,7 +81,7 @@ def test_every_branch_equals_a_fresh_run_and_reads_no_document_twice(service: Ch
         alone.close()
 
 
-def test_a_second_service_opens_the_document_from_disk(service: ChatService, document: Document) -> None:
+def test_a_second_service_opens_the_document_from_disk(service: LocalService, document: Document) -> None:
     chat = service.new_chat()
     _ask(service, chat, "What is the subject?", document)
     snapshots = service._need().snapshots
@@ -89,13 +89,13 @@ def test_a_second_service_opens_the_document_from_disk(service: ChatService, doc
     snapshots.flush()
     label = chat.turns[0].sources[0].label
     assert service.saved_bytes(label) > 0 and label in service.saved_labels
-    other = ChatService(replace(service.settings, kv="kv8"))
+    other = LocalService(replace(service.settings, kv="kv8"))
     other.load()
     try:
         assert other.saved_bytes(label) > 0 and label not in other.saved_labels
     finally:
         other.close()
-    again = ChatService(service.settings)
+    again = LocalService(service.settings)
     again.load()
     try:
         fresh = again.new_chat()
@@ -110,7 +110,7 @@ def test_a_second_service_opens_the_document_from_disk(service: ChatService, doc
         again.close()
 
 
-def test_a_saved_chat_goes_on_after_a_restart(service: ChatService, document: Document, tmp_path: Path) -> None:
+def test_a_saved_chat_goes_on_after_a_restart(service: LocalService, document: Document, tmp_path: Path) -> None:
     owner = service.library.owner("a browser's secret")
     chat = service.new_chat()
     _ask(service, chat, "What is the subject?", document)

@@ -15,8 +15,9 @@ from app.documents import read_safely
 from app.engine.generation import Generation
 from app.engine.types import Done, SamplingParams
 from app.errors import NotReady, UsageError
+from app.local import LocalService
 from app.model import LoadProgress, OpenModel
-from app.service import Chat, ChatService
+from app.service import Chat
 from tests.fakes import END, FakeRunner, FakeTokenizer
 
 WAIT = 10.0
@@ -63,15 +64,15 @@ def shop() -> Shop:
 
 
 @pytest.fixture
-def service(shop: Shop, tmp_path: Path) -> Iterator[ChatService]:
-    service = ChatService(Settings(cache_dir=tmp_path), shop)
+def service(shop: Shop, tmp_path: Path) -> Iterator[LocalService]:
+    service = LocalService(Settings(cache_dir=tmp_path), shop)
     service.load()
     assert service.load_error is None
     yield service
     service.close()
 
 
-def test_who_runs_and_who_waits_is_answered(service: ChatService, shop: Shop) -> None:
+def test_who_runs_and_who_waits_is_answered(service: LocalService, shop: Shop) -> None:
     chats = [service.new_chat() for _ in range(3)]
     shop.gate.clear()
     before = [service.ask(chat, "What are your settings?") for chat in chats[:2]]
@@ -96,7 +97,7 @@ def test_who_runs_and_who_waits_is_answered(service: ChatService, shop: Shop) ->
     assert totals["requests"] == {"stop": 4}  # the warming up is nobody's
 
 
-def test_settings_that_fail_leave_those_before_in_force(service: ChatService, shop: Shop) -> None:
+def test_settings_that_fail_leave_those_before_in_force(service: LocalService, shop: Shop) -> None:
     shop.refuse = lambda settings: settings.kv == "bf16"
     with pytest.raises(UsageError, match="No room"):
         service.change({"kv": "bf16"})
@@ -104,7 +105,7 @@ def test_settings_that_fail_leave_those_before_in_force(service: ChatService, sh
     assert done(service.ask(service.new_chat(), "And now?")).text == "With kv4."
 
 
-def test_a_model_that_is_lost_is_told(service: ChatService, shop: Shop) -> None:
+def test_a_model_that_is_lost_is_told(service: LocalService, shop: Shop) -> None:
     shop.refuse = lambda settings: True
     with pytest.raises(UsageError, match="No room"):
         service.change({"kv": "bf16"})
@@ -123,7 +124,7 @@ def test_a_model_that_is_lost_is_told(service: ChatService, shop: Shop) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_before_anybody_waits(
-    values: dict[str, Any], message: str, service: ChatService, shop: Shop
+    values: dict[str, Any], message: str, service: LocalService, shop: Shop
 ) -> None:
     with pytest.raises(UsageError, match=message):
         service.change(values)
@@ -133,7 +134,7 @@ def test_what_cannot_be_is_refused_before_anybody_waits(
 
 def test_nothing_changes_while_there_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(NotReady):
-        ChatService(Settings(cache_dir=tmp_path)).change({"kv": "kv8"})
+        LocalService(Settings(cache_dir=tmp_path)).change({"kv": "kv8"})
 
 
 def test_the_embedded_model_goes_on_with_other_settings(tmp_path: Path) -> None:
@@ -142,20 +143,20 @@ def test_the_embedded_model_goes_on_with_other_settings(tmp_path: Path) -> None:
     document = read_safely(tmp_path / "ledger.txt")
     exact = SamplingParams(max_new_tokens=16)
 
-    def ask(service: ChatService, chat: Chat, question: str) -> Done:
+    def ask(service: LocalService, chat: Chat, question: str) -> Done:
         answer = done(service.ask(chat, question, [document], exact))
         if (snapshots := service._snapshots) is not None:
             snapshots.flush(WAIT)
         return answer
 
     other = {"retrieval_ratio": 0.2, "kv": "kv8", "sink": 4, "recent": 100, "chunk": 256}
-    started = ChatService(Settings(model="embedded", cache_dir=tmp_path / "a", **other))  # type: ignore[arg-type]
+    started = LocalService(Settings(model="embedded", cache_dir=tmp_path / "a", **other))  # type: ignore[arg-type]
     started.load()
     wanted = ask(started, started.new_chat(), "What is the pass code of the old ferry?")
     described = started.status()["settings"]
     started.close()
 
-    service = ChatService(Settings(model="embedded", cache_dir=tmp_path / "b"))
+    service = LocalService(Settings(model="embedded", cache_dir=tmp_path / "b"))
     service.load()
     chat = service.new_chat()
     first = ask(service, chat, "What is the pass code of the old ferry?")

@@ -20,8 +20,8 @@ from app.__main__ import build_parser, main
 from app.cli_plan import parse_size
 from app.config import DEFAULT_HUB_MODEL, Settings
 from app.errors import UsageError
+from app.local import LocalService
 from app.model import OpenModel
-from app.service import ChatService
 from models.errors import BadCheckpoint
 from tests.fakes import FakeRunner, FakeTokenizer
 
@@ -58,7 +58,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> FakeRunner:
         progress("Reading the weights", 0.5)
         return OpenModel("fake", runner, FakeTokenizer(), frozenset(), lambda context: context)
 
-    monkeypatch.setattr(cli_ask, "open_service", partial(ChatService, opener=opener))
+    monkeypatch.setattr(cli_ask, "open_service", partial(LocalService, opener=opener))
     return runner
 
 
@@ -227,7 +227,7 @@ def test_a_failure_of_the_model_is_told(
     def opener(settings: Settings, progress: object) -> OpenModel:
         raise BadCheckpoint("model.safetensors is cut short.")
 
-    monkeypatch.setattr(cli_ask, "open_service", partial(ChatService, opener=opener))
+    monkeypatch.setattr(cli_ask, "open_service", partial(LocalService, opener=opener))
     assert main(["ask", "q"]) == 1
     assert capfd.readouterr().err == "octavo: model.safetensors is cut short.\n"
     assert main(["ask", "--debug", "q"]) == 1
@@ -419,10 +419,10 @@ def test_a_wrong_page_range_is_told_as_such(
 def test_what_is_wrong_without_a_model_is_told_before_one_is_loaded(
     monkeypatch: pytest.MonkeyPatch, wrong: list[str]
 ) -> None:
-    def load(service: ChatService, progress: object = None, documents: bool = True) -> None:
+    def load(service: LocalService, progress: object = None, documents: bool = True) -> None:
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr(ChatService, "load", load)
+    monkeypatch.setattr(LocalService, "load", load)
     assert main(["ask", *wrong]) == 2
 
 

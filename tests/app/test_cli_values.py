@@ -12,7 +12,7 @@ import pytest
 from app import cli_eval, cli_identify, cli_quantize
 from app.__main__ import build_parser, main
 from app.config import Settings
-from app.service import ChatService
+from app.local import LocalService
 from app.writable import file_to_write, folder_to_write
 
 NOWHERE = Path("/proc/octavo")  # nothing can be made there, by nobody
@@ -51,8 +51,8 @@ def nothing_is_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for module in (cli_quantize, cli_identify):
         monkeypatch.setattr(module, "find_model", done)
-    monkeypatch.setattr(ChatService, "load", done)
-    monkeypatch.setattr(ChatService, "add_document", done)
+    monkeypatch.setattr(LocalService, "load", done)
+    monkeypatch.setattr(LocalService, "add_document", done)
     monkeypatch.setattr("app.ui.serve", done)
     monkeypatch.setattr(cli_eval, "CONTEXT_KINDS", dict.fromkeys(cli_eval.CONTEXT_KINDS, done))
 

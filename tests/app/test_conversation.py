@@ -13,8 +13,8 @@ import pytest
 from app.chat import Chat
 from app.config import Settings
 from app.library import Library, Owner, Shelved
+from app.local import LocalService
 from app.model import OpenModel
-from app.service import ChatService
 from app.ui import sidebar
 from app.ui.attachment import Attachment
 from app.ui.conversation import Conversation
@@ -48,7 +48,7 @@ def test_a_full_disk_stops_no_answer_and_is_told(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     model = OpenModel("fake", FakeRunner(), FakeTokenizer(), frozenset({END}), lambda context: context)
-    service = ChatService(Settings(cache_dir=tmp_path), lambda settings, progress: model)
+    service = LocalService(Settings(cache_dir=tmp_path), lambda settings, progress: model)
     service.load()
     conversation = Conversation(service, Library(tmp_path / "library").owner("a secret"))
     with monkeypatch.context() as patch:
@@ -71,7 +71,7 @@ def test_a_full_disk_stops_no_answer_and_is_told(
 
 def test_the_shelf_is_in_the_order_of_arrival(tmp_path: Path) -> None:
     model = OpenModel("fake", FakeRunner(), FakeTokenizer(), frozenset({END}), lambda context: context)
-    service = ChatService(Settings(cache_dir=tmp_path), lambda settings, progress: model)
+    service = LocalService(Settings(cache_dir=tmp_path), lambda settings, progress: model)
     conversation = Conversation(service, Library(tmp_path / "library").owner("a secret"))
     first, second, third = (Attachment(name, arrived=at) for at, name in enumerate(("first", "second", "third"), 1))
     for attachment in (first, third, second):  # word of the third was faster

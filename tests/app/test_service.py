@@ -16,20 +16,21 @@ from app.documents import Document
 from app.engine.generation import Generation
 from app.engine.types import Done, Failed, Queued, SamplingParams, Token
 from app.errors import BadDocument, ContextTooLong, NotReady, UsageError
+from app.local import LocalService
 from app.model import LoadProgress, OpenModel
-from app.service import Chat, ChatService, Selection
+from app.service import Chat, Selection
 from tests.app.test_prompt import LLAMA3
 from tests.fakes import END, FakeRunner, FakeSlot, FakeTokenizer
 
 WAIT = 10.0
-Start = Callable[..., ChatService]
+Start = Callable[..., LocalService]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    services: list[ChatService] = []
+    services: list[LocalService] = []
 
-    def build(**runner: Any) -> ChatService:
+    def build(**runner: Any) -> LocalService:
         model = OpenModel(
             name="fake",
             runner=FakeRunner(**{"capacity": 2000, **runner}),
@@ -38,7 +39,7 @@ def start() -> Iterator[Start]:
             bytes_for=lambda context: 1000 + 10 * context,
             pattern_note="No pattern.",
         )
-        services.append(ChatService(Settings(), lambda settings, progress: model))
+        services.append(LocalService(Settings(), lambda settings, progress: model))
         services[-1].load()
         assert services[-1].load_error is None
         return services[-1]
@@ -50,7 +51,7 @@ def start() -> Iterator[Start]:
         assert runner is None or runner.open_slots == 0
 
 
-def fake(service: ChatService) -> FakeRunner:
+def fake(service: LocalService) -> FakeRunner:
     assert service._loaded is not None
     runner = service._loaded.engine.runner
     assert isinstance(runner, FakeRunner)
@@ -64,7 +65,7 @@ def document(tmp_path: Path) -> Document:
 
 def write(folder: Path, name: str, text: str) -> Document:
     (folder / name).write_text(text)
-    return ChatService(Settings()).add_document(folder / name, name)
+    return LocalService(Settings()).add_document(folder / name, name)
 
 
 def finish(generation: Generation) -> Done:
@@ -78,7 +79,7 @@ def read(chat: Chat) -> str:
 
 
 def test_before_loading_there_is_a_clear_answer(tmp_path: Path) -> None:
-    service = ChatService(Settings(), lambda settings, progress: pytest.fail("not yet"))
+    service = LocalService(Settings(), lambda settings, progress: pytest.fail("not yet"))
     assert not service.ready
     assert not service.busy
     for call in (lambda: service.ask(Chat(), "Q"), lambda: service.plan(Chat()), service.status):
@@ -93,7 +94,7 @@ def test_a_failure_to_load_is_kept_and_raised_by_every_call() -> None:
     def fail(settings: Settings, progress: LoadProgress) -> OpenModel:
         raise UsageError("there is no such model")
 
-    service = ChatService(Settings(), fail)
+    service = LocalService(Settings(), fail)
     service.load()
     assert isinstance(service.load_error, UsageError)
     with pytest.raises(UsageError, match="no such model"):
@@ -110,7 +111,7 @@ def test_loading_tells_its_stages_warms_up_and_happens_once() -> None:
         opened.append(FakeRunner())
         return OpenModel("fake", opened[-1], FakeTokenizer(), frozenset({END}), lambda context: context)
 
-    service = ChatService(Settings(), opener)
+    service = LocalService(Settings(), opener)
     for _ in range(2):
         service.load(lambda stage, fraction: told.append((stage, fraction)))
     assert told == [("Reading the weights", 0.5), ("Warming up", 0.95), ("Ready", 1.0)]
@@ -128,7 +129,7 @@ def test_close_while_loading_leaves_nothing_running() -> None:
         assert go.wait(WAIT)
         return OpenModel("fake", runner, FakeTokenizer(), frozenset(), lambda context: context)
 
-    service = ChatService(Settings(), slow)
+    service = LocalService(Settings(), slow)
     loading = threading.Thread(target=service.load)
     loading.start()
     assert reached.wait(WAIT)
@@ -533,7 +534,7 @@ def test_an_answer_ends_at_the_models_end_token_and_at_its_templates() -> None:
         answer.ids = b"Yes." + (b"\xfe more" if end == 254 else b"")
         runner = FakeRunner(answer=lambda prompt, answer=answer: answer)
         model = OpenModel("fake", runner, tokenizer, frozenset({END}), lambda context: context)
-        service = ChatService(Settings(), lambda settings, progress, model=model: model)
+        service = LocalService(Settings(), lambda settings, progress, model=model: model)
         service.load()
         done = finish(service.ask(service.new_chat(), "Q?"))
         assert (done.finish_reason, done.text, done.token_ids[-1]) == ("stop", "Yes.", end)
@@ -548,7 +549,7 @@ def test_an_answer_whose_evidence_fails_is_not_lost(
 
     service = start()
     chat = service.new_chat()
-    monkeypatch.setattr("app.service.quotes", broken)
+    monkeypatch.setattr("app.local.service.quotes", broken)
     with pytest.raises(RuntimeError, match="broken"):
         service.ask(chat, "First?", [document]).result()
     assert [(turn.answer, turn.answered) for turn in chat.turns] == [("Yes.", True)]

@@ -17,7 +17,7 @@ import uvicorn
 from playwright.sync_api import Browser, Page, Request, sync_playwright
 
 from app.config import Settings
-from app.service import ChatService
+from app.local import LocalService
 from tests.browser.scripted import Script
 
 FILLER = "The harbour office recorded the arrival of every ship, its cargo and its master. " * 12 + "\n"
@@ -29,7 +29,7 @@ class Site:
 
     url: str
     script: Script
-    service: ChatService
+    service: LocalService
 
 
 @pytest.fixture(scope="session")
@@ -62,12 +62,12 @@ def starting() -> Iterator[Callable[[Script], Site]]:
     """Starts pages over scripted models; all are stopped at the end."""
     from app.ui.server import bind, create_app
 
-    running: list[tuple[uvicorn.Server, threading.Thread, ChatService]] = []
+    running: list[tuple[uvicorn.Server, threading.Thread, LocalService]] = []
 
     def start(script: Script) -> Site:
         settings = Settings(port=0)
         sock = bind(settings.host, settings.port)
-        service = ChatService(settings, script.open)
+        service = LocalService(settings, script.open)
         app = create_app(service, settings)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)

@@ -12,8 +12,8 @@ from app import cli_ask
 from app.chat import Chat, Selection, Turn
 from app.documents import Document, File, Page
 from app.evidence import Passage, Quote
+from app.local import LocalService
 from app.places import told
-from app.service import ChatService
 from app.ui import shelf
 from app.ui.attachment import Attachment
 from app.ui.conversation import Conversation
@@ -78,7 +78,7 @@ def test_an_answer_that_says_nothing_of_its_passages_does_not_rest_on_them(answe
 def _facts(chat: Chat) -> dict[str, Any]:
     conversation = Conversation.__new__(Conversation)
     conversation.chat, conversation._answers = chat, []
-    conversation.service = ChatService.__new__(ChatService)
+    conversation.service = LocalService.__new__(LocalService)
     shown = turns(conversation, 0)
     (one,) = json.loads(unescape(shown.split('data-turns="')[1].split('"')[0]))
     return dict(one)

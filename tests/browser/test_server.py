@@ -26,7 +26,7 @@ from starlette.testclient import TestClient
 from app.access import Access, Attempts, Guard, is_local
 from app.config import Settings
 from app.errors import UsageError
-from app.service import ChatService
+from app.local import LocalService
 from app.ui.server import bind, create_app, serve
 from app.ui.uploads import Uploads
 
@@ -202,7 +202,7 @@ def test_slow_files_hold_up_nobody() -> None:
     def fail(settings: Settings, progress: Any) -> Any:
         raise UsageError("no model here")
 
-    app = create_app(ChatService(Settings(), fail), Settings())
+    app = create_app(LocalService(Settings(), fail), Settings())
     slow = threading.Barrier(50)
 
     async def fifty_at_once() -> None:
@@ -345,7 +345,7 @@ def test_200_mb_are_streamed_to_disk(uploads: Uploads) -> None:
 
 def test_the_page_librarys_own_upload_is_closed_and_no_path_is_told(tmp_path: Path) -> None:
     settings = Settings(cache_dir=tmp_path, library_quota=0)
-    client = _client(create_app(ChatService(settings), settings))
+    client = _client(create_app(LocalService(settings), settings))
     sent = client.post("/gradio_api/upload", files={"files": ("a.txt", b"text")})
     assert sent.status_code == 404
     clash = [("files", ("a", b"text")), ("files", ("a/b", b"text"))]  # a file and a folder of one name

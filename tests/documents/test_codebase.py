@@ -14,7 +14,7 @@ from app.cli_ask import open_source
 from app.config import Settings
 from app.documents import Document, Limits, codebase, read_document
 from app.errors import BadDocument, DocumentTooLarge
-from app.service import ChatService
+from app.local import LocalService
 from tests.documents.build import archive, docx_xml, pdf
 
 FILES: dict[str, str | bytes] = {
@@ -87,7 +87,7 @@ def test_a_folder_reads_like_its_archive(tmp_path: Path) -> None:
 
 
 def test_the_command_line_reads_a_folder(tmp_path: Path) -> None:
-    source = open_source(ChatService(Settings()), str(unpacked(tmp_path)))
+    source = open_source(LocalService(Settings()), str(unpacked(tmp_path)))
     check(source.document, "")
 
 

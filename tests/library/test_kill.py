@@ -204,14 +204,14 @@ SERVER = """
 import uvicorn
 from app.config import Settings
 from app.errors import UsageError
-from app.service import ChatService
+from app.local import LocalService
 from app.ui.server import bind, create_app
 
 def no_model(settings, progress):
     raise UsageError("no model here")
 
 settings = Settings(cache_dir=Path({folder!r}))
-app = create_app(ChatService(settings, no_model), settings)
+app = create_app(LocalService(settings, no_model), settings)
 sock = bind("127.0.0.1", 0)
 Path({folder!r}, "port").write_text(str(sock.getsockname()[1]))
 print("stuck", flush=True)

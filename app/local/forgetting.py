@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from app.chat import Chat
-from app.loaded import Loaded
+from app.local.loaded import Loaded
+from app.service import MemoryBegins
 
 _WORDS = 12  # tokens shown of what is remembered first
-
-
-@dataclass(frozen=True)
-class MemoryBegins:
-    """Where an endless chat's memory begins: `forgotten` tokens lie between its first `sink` ones and there.
-
-    `turn` counts from 0, and is the number of turns when it is the one that still runs; `in_answer` tells its answer
-    from what was read for it; `words` are the first ones that are remembered, empty where they are not known yet.
-    """
-
-    forgotten: int
-    sink: int
-    turn: int
-    in_answer: bool
-    words: str
 
 
 def memory_begins(loaded: Loaded, chat: Chat, prompt: int = 0, answer: int = 0) -> MemoryBegins | None:
