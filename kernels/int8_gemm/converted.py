@@ -1,4 +1,4 @@
-"""torch's fp32 product of weights that are converted for it: for processors whose int8 instructions saturate or lack."""
+"""torch's fp32 product of weights that are converted for it, where int8 instructions saturate or are missing."""
 
 import torch
 from torch import Tensor
