@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import compiled, native
+from kernels import compiled, cpu, native
 from kernels.act_quant import ACT_QUANT
 from kernels.act_quant import native as act_native
 from kernels.act_quant import ref as act_ref
@@ -78,7 +78,22 @@ def test_gated_codes_are_those_of_the_reference_but_for_ties(n, d, block, scaled
     torch.testing.assert_close(step, want_step, rtol=1e-5, atol=0)
 
 
+@pytest.fixture(params=[True, False], ids=["units", "vectors"])
+def _with_units(request, monkeypatch):
+    """Once on this processor's matrix units, once without them, as most processors are."""
+    caches = (native.library, native._fails, gemm_native._functions)
+    if request.param and not cpu.matrix_units():
+        pytest.skip("this processor has no matrix units (AMX)")
+    monkeypatch.setattr(cpu, "matrix_units", lambda: request.param)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
 @_needs(gemm_native.declines(CPU))
+@pytest.mark.usefixtures("_with_units")
 @pytest.mark.parametrize(
     ("n", "inner", "outer"), [(1, 16, 8), (1, 577, 961), (3, 37, 53), (33, 64, 31), (300, 640, 65)]
 )
@@ -98,6 +113,7 @@ def test_product_with_its_epilogue(n, inner, outer, biased):
 
 
 @_needs(gemm_native.declines(CPU))
+@pytest.mark.usefixtures("_with_units")
 @pytest.mark.parametrize(("n", "inner", "half"), [(1, 64, 16), (1, 100, 48), (31, 576, 1536), (77, 37, 16)])
 def test_product_with_its_gate(n, inner, half):
     codes = torch.randint(-127, 128, (n, inner), dtype=torch.int8)
