@@ -12,6 +12,7 @@ import torch
 from app.config import Settings
 from app.errors import UsageError
 from app.model import plan_context
+from models.cache.plan import SNAPSHOTS
 from models.cache.shape import CacheShape
 
 _DEFAULT_MEMORY = "80GiB"
@@ -28,7 +29,7 @@ def plan(settings: Settings, config: Path | None, gpu_memory: str | None, as_jso
     endless = settings.mode == "endless"
     here = _this_gpu()
     limit = parse_size(gpu_memory) if gpu_memory is not None else here or parse_size(_DEFAULT_MEMORY)
-    assumed = "" if gpu_memory is not None or here else " (assumed: no GPU here and no --gpu-memory)"
+    card = "GPU" if gpu_memory is not None or here else "GPU (assumed: none here, and no --gpu-memory)"
     plan, model, shape = plan_context(settings, settings.context, config)
     window, heads, kept = model.max_positions, model.num_layers * model.num_kv_heads, sum(shape.retrieval_heads)
     longest = None if endless else min(plan.longest(limit), window)
@@ -50,6 +51,8 @@ def plan(settings: Settings, config: Path | None, gpu_memory: str | None, as_jso
         print(json.dumps(result))
         return 0
     verdict = "fits" if plan.total_bytes <= limit else "does not fit"
+    if plan.context > window:
+        verdict += "; longer than the model's window, which the model cannot use"
     if longest is None:
         what = [
             ("context", f"endless; the model's window is {window:,} tokens"),
@@ -61,17 +64,16 @@ def plan(settings: Settings, config: Path | None, gpu_memory: str | None, as_jso
             ("heads", f"{kept} of {heads} KV heads keep everything{_wide(shape)}"),
         ]
     rows = [
+        ("for", f"a {gib(limit)} {card}"),
         *what,
         ("a token", f"{plan.bytes_per_token:,} bytes"),
         ("weights", gib(plan.weights_bytes)),
         ("retrieval heads", gib(plan.retrieval_bytes)),
-        ("streaming windows", gib(plan.streaming_bytes)),
+        ("streaming windows", f"{gib(plan.streaming_bytes)}, of {SNAPSHOTS} places in chats that are kept at hand"),
         ("workspace", gib(plan.workspace_bytes)),
-        ("total", f"{gib(plan.total_bytes)} of {gib(limit)}{assumed}: {verdict}"),
+        ("total", f"{gib(plan.total_bytes)} of {gib(limit)}: {verdict}"),
         ("longest context", "without end" if longest is None else f"{longest:,} tokens"),
     ]
-    if plan.context > window:
-        rows.append(("note", "The context is longer than the model's window: the model cannot use it."))
     for name, value in rows:
         print(f"{name:<18} {value}")
     return 0

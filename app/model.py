@@ -179,11 +179,18 @@ def find_model(settings: Settings) -> ModelFiles:
 
 
 def check_model(model: str | None) -> None:
-    """Raises UsageError for a --model that is no file or directory here and cannot be a hub id either."""
+    """Raises UsageError for a --model that is no file or model directory here and cannot be a hub id either."""
     if model in (None, EMBEDDED_MODEL):
         return
     path = Path(model).expanduser()
-    if path.is_dir() or path.is_file():
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UsageError(
+                f"--model {model}: the directory holds no model: config.json is missing. Name one with config.json, "
+                "tokenizer.json and safetensors, or a .gguf file in it."
+            )
+        return
+    if path.is_file():
         return
     if path.suffix.lower() == ".gguf" or not _HUB_ID.fullmatch(model):
         raise UsageError(

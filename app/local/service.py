@@ -29,6 +29,7 @@ from app.local.forgetting import memory_begins
 from app.local.loaded import Loaded
 from app.model import LoadProgress, OpenModel, open_model
 from app.service import ChatService, MemoryBegins, PlanView
+from app.tokenizer import Cancelled
 
 _PATIENCE_S = 30.0  # for the last step of an answer whose chat is deleted
 
@@ -52,7 +53,12 @@ class LocalService(ChatService):
         return (loaded := self._loaded) is not None and loaded.engine.busy
 
     def load(self, progress: LoadProgress | None = None, documents: bool = True) -> None:
-        report = progress or (lambda stage, fraction: None)
+        def report(stage: str, fraction: float) -> None:
+            if self._closed.is_set():
+                raise Cancelled("The service was closed while it loaded.")
+            if progress is not None:
+                progress(stage, fraction)
+
         if self._loaded is not None:
             return
         try:
@@ -72,6 +78,8 @@ class LocalService(ChatService):
             if self._loaded is None:
                 loaded.engine.close()
             report("Ready", 1.0)
+        except Cancelled:
+            pass  # nobody waits for it any more
         except Exception as error:
             self.load_error = error
 

@@ -30,6 +30,7 @@ log = logging.getLogger("octavo.ui")
 # What the page and the API wait for beside the event loop is mostly waiting itself (for a file to be read, for the
 # engine); asyncio's own number, a few more than there are processors, would let a few slow files hold up everybody.
 _THREADS = 64
+_LOADER_S = 20.0  # loading ends at its next word of progress, which may be a layer away
 
 
 _PROXIES = ["127.0.0.1", "::1"]  # whose word on who asks is believed, with --behind-proxy
@@ -79,9 +80,13 @@ def create_app(service: ChatService, settings: Settings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "octavo-page"))
-        threading.Thread(target=load, name="load-model", daemon=True).start()
+        loader = threading.Thread(target=load, name="load-model", daemon=True)
+        loader.start()
         yield
         uploads.close()
+        service.close()
+        # A thread that is in a library's own code when the interpreter ends takes the process down with an abort.
+        await asyncio.to_thread(loader.join, _LOADER_S)
 
     app = FastAPI(title="Octavo", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.add_route("/uploads", uploads.receive, methods=["PUT"])

@@ -77,9 +77,16 @@ def no_hub(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
 def test_files_and_directories_are_taken_as_they_are(tmp_path: Path, hub: list[str]) -> None:
     (tmp_path / "m.gguf").touch()
+    (tmp_path / "config.json").touch()
     assert find_model(Settings(model=str(tmp_path))) == ModelFiles(tmp_path.name, tmp_path)
     assert find_model(Settings(model=str(tmp_path / "m.gguf"))).name == "m.gguf"
     assert find_model(Settings(model="embedded")).path.suffix == ".gguf"
+    assert hub == []
+
+
+def test_a_directory_that_holds_no_model_is_told_before_anything_starts(tmp_path: Path, hub: list[str]) -> None:
+    with pytest.raises(UsageError, match=r"holds no model: config\.json is missing"):
+        find_model(Settings(model=str(tmp_path)))
     assert hub == []
 
 

@@ -131,6 +131,15 @@ def test_a_signal_ends_the_server_and_leaves_nothing(tmp_path: Path, sent: signa
     assert not list(tmp_path.glob("octavo-*"))
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1.0, 2.0])
+def test_a_signal_while_the_model_loads_is_a_normal_end(tmp_path: Path, seconds: float) -> None:
+    with _server(tmp_path, _free_port(), "--model", "embedded", engine="own") as (url, running):
+        assert httpx.get(f"{url}/health").json()["status"] == "loading"
+        time.sleep(seconds)
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(60) in (0, 128 + signal.SIGTERM)  # an abort would be -6
+
+
 def _free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -138,11 +147,15 @@ def _free_port() -> int:
 
 
 @contextmanager
-def _server(tmp_path: Path, port: int, *flags: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """`./launch.sh serve` over a server that is not there, with its temporary files under `tmp_path`."""
-    command = [sys.executable, "-m", "app", "--port", str(port), "--engine", "openai", *flags]
+def _server(
+    tmp_path: Path, port: int, *flags: str, engine: str = "openai"
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """`./launch.sh serve`, over a server that is not there unless told otherwise; temporary files under `tmp_path`."""
+    command = [sys.executable, "-m", "app", "--port", str(port), "--engine", engine, *flags]
+    if engine == "openai":
+        command += ["--base-url", "http://127.0.0.1:9/v1"]
     env = {**os.environ, "TMPDIR": str(tmp_path), "OCTAVO_CACHE": str(tmp_path / "cache")}
-    running = subprocess.Popen([*command, "--base-url", "http://127.0.0.1:9/v1"], env=env)
+    running = subprocess.Popen(command, env=env)
     try:
         url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + 60
