@@ -189,7 +189,10 @@ class Quality:
 def _cut(tokens: Tensor, length: int) -> list[Tensor]:
     """Whole windows of `length` tokens."""
     if len(tokens) < length:
-        raise UsageError(f"The text has {len(tokens):,} tokens: too few for a window of {length:,}.")
+        raise UsageError(
+            f"The text has {len(tokens):,} tokens, too few for a window of {length:,}: give more text or a smaller "
+            "--length."
+        )
     return list(tokens[: len(tokens) // length * length].split(length))
 
 
