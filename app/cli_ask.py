@@ -22,7 +22,7 @@ from app.engine.types import Done, Failed, Progress, Queued, SamplingParams, Tok
 from app.engines import open_service
 from app.errors import UsageError
 from app.evidence import Passage
-from app.places import told
+from app.places import excerpt, told
 from app.service import ChatService, MemoryBegins, Selection, check_request
 from app.status_line import StatusLine, left
 
@@ -88,8 +88,8 @@ def ask(
 def _rests_on(passage: Passage, sources: Sequence[Selection]) -> str:
     """One line that says where to look."""
     document = next((source.document for source in sources if source.label == passage.document), None)
-    excerpt = textwrap.shorten(passage.excerpt, 100, placeholder=" …")
-    return f"{passage.strength:.0%} from {told(passage, document)}: {excerpt}"
+    words = textwrap.shorten(excerpt(passage), 100, placeholder=" …")
+    return f"{passage.strength:.0%} from {told(passage, document)}: {words}"
 
 
 def _named(settings: dict[str, Any]) -> dict[str, Any]:

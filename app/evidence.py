@@ -9,13 +9,14 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from app.documents import Document
+from app.documents import Document, is_code
 from app.engine.detokenize import TokenBytes
 from models.evidence import Looked
 
 _PASSAGE_CHARS = 500  # what a card shows
 _PARAGRAPH = re.compile(r"\n\s*\n")
 _SENTENCE = re.compile(r"(?<=[.!?\u3002\uff01\uff1f])[\"'”’)]*\s+|\n")
+_LEAD_CHARS = 60  # that a card shows before the words that had most of the attention
 _KEY_CHARS = 160  # of the words within a passage that had most of the attention
 # A passage with less of the attention than this, or than this share of the strongest one's, is in passing: no card.
 _WEAK, _BESIDE = 0.05, 1 / 6
@@ -38,10 +39,11 @@ _ALIKE = {"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2013": 
 
 @dataclass(frozen=True)
 class Passage:
-    """Characters `start` to `end` of a document's text, on page `page`, from line `line` of its file `name` (from 1).
+    """Characters `start` to `end` of a document's text; what is shown of them begins on page `page`, in line `line`.
 
-    document: its label in the library. strength: the passage's share, 0 to 1, of the attention that the answer gave to
-    all documents. Of its excerpt, characters `key_start` to `key_end` had most; 0 and 0 where that is not known.
+    name: the file. page and line count from 1, lines as in app.documents.Place. document: its label in the library.
+    strength: the passage's share, 0 to 1, of the attention that the answer gave to all documents. Of its excerpt,
+    characters `key_start` to `key_end` had most; 0 and 0 where that is not known.
     """
 
     document: str
@@ -54,6 +56,15 @@ class Passage:
     excerpt: str
     key_start: int = 0
     key_end: int = 0
+
+    @property
+    def shown(self) -> int:
+        """From where on the excerpt is shown: its beginning, or a little before the words that had most."""
+        return _shown(self.name, self.excerpt, self.key_start)
+
+    def begin(self, document: Document) -> int:
+        """The character of its document where what is shown begins."""
+        return max(document.text.find(self.excerpt, self.start, self.end), self.start) + self.shown
 
 
 @dataclass(frozen=True)
@@ -193,13 +204,23 @@ def _key(text: str, start: int, end: int, looks: Sequence[tuple[int, float]]) ->
 
 def _passage(source: Source, start: int, end: int, strength: float, looks: Sequence[tuple[int, float]]) -> Passage:
     document = source.document
-    place = document.place(start)
     text = document.text[start:end]
     before = start + len(text) - len(text.lstrip())
     before = max(start, document.text.rfind("\n", start, before) + 1)  # with the first line's indentation
     excerpt = document.text[before:end].rstrip()
     low, high = (min(max(at - before, 0), len(excerpt)) for at in _key(document.text, start, end, looks))
+    place = document.place(before + _shown(document.place(before).file, excerpt, low))
     return Passage(source.label, place.file, start, end, place.page, place.line, round(strength, 4), excerpt, low, high)
+
+
+def _shown(name: str, excerpt: str, low: int) -> int:
+    """Where in an excerpt a card begins whose words that had most begin at `low`."""
+    if low <= _LEAD_CHARS:
+        return 0
+    if is_code(name):  # whole lines: indentation says something
+        return excerpt.rfind("\n", 0, low) + 1
+    lead = excerpt[low - _LEAD_CHARS : low].partition(" ")
+    return low - len((lead[2] if lead[1] else lead[0]).lstrip())
 
 
 def quotes(answer: str, documents: Mapping[str, Document]) -> list[Quote]:

@@ -2,20 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
-
-from app.documents import Document
+from app.documents import Document, is_code
 from app.evidence import Passage, Quote
-
-# What people read in paragraphs. Every other kind of file is read line by line, with its spaces.
-_PROSE = {".txt", ".text", ".md", ".markdown", ".rst", ".log", ".html", ".htm", ".xhtml", ".rtf", ".ipynb"}
-_PROSE |= {".pdf", ".docx", ".odt", ".epub"}
-
-
-def is_code(name: str) -> bool:
-    """Whether a file of this name is shown as it stands: source code, data, settings."""
-    suffix = PurePosixPath(name).suffix.lower()
-    return bool(suffix) and suffix not in _PROSE
 
 
 def told(place: Passage | Quote, document: Document | None) -> str:
@@ -23,14 +11,29 @@ def told(place: Passage | Quote, document: Document | None) -> str:
 
     Source code has no pages, and of a file in a folder or archive it is the file's own page that counts.
     """
-    page = place.page
+    if not place.name:
+        return "not in the documents"
+    page, line = place.page, place.line
     if document is not None:
-        page = _own_page(place, document)
-    return f"{place.name}{f', page {page:,}' if page else ''}{f', line {place.line:,}' if place.line else ''}"
+        begin = place.begin(document) if isinstance(place, Passage) else place.start
+        page, line = _own_page(begin, document), document.place(begin).line
+    elif is_code(place.name):
+        page = None
+    return f"{place.name}{f', page {page:,}' if page else ''}{f', line {line:,}' if line else ''}"
 
 
-def _own_page(place: Passage | Quote, document: Document) -> int | None:
-    file = next((file for file in document.files if file.start <= place.start < file.end), None)
-    if is_code(place.name or "") or (document.files and file is None):  # the list of an archive's files
+def excerpt(passage: Passage) -> str:
+    """What is shown of a passage, in one line; an ellipsis says that more stands in front of it."""
+    return ("\u2026 " if passage.shown else "") + " ".join(passage.excerpt[passage.shown :].split())
+
+
+def parts_of(document: Document) -> str:
+    """What the pages of a document are called: a folder, an archive or source code has parts."""
+    return "part" if document.files or is_code(document.name) else "page"
+
+
+def _own_page(at: int, document: Document) -> int | None:
+    file = next((file for file in document.files if file.start <= at < file.end), None)
+    if is_code(file.path if file else document.name) or (document.files and file is None):  # an archive's list of files
         return None
-    return (place.page or 1) - (document.place(file.start).page - 1 if file is not None else 0)
+    return document.place(at).page - (document.place(file.start).page - 1 if file is not None else 0)

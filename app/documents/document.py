@@ -7,6 +7,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Literal
 
 from app.errors import DocumentTooLarge, UsageError
@@ -19,6 +20,16 @@ _HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair: no character, and 
 _NEWLINE = re.compile("\r\n|[\r\x85\u2028\u2029]")
 
 PAGE_CHARS = 3000
+
+# What people read in paragraphs. Every other kind of file is read line by line, with its spaces.
+_PROSE = {".txt", ".text", ".md", ".markdown", ".rst", ".log", ".html", ".htm", ".xhtml", ".rtf", ".ipynb"}
+_PROSE |= {".pdf", ".docx", ".odt", ".epub"}
+
+
+def is_code(name: str) -> bool:
+    """Whether a file of this name is shown as it stands: source code, data, settings."""
+    suffix = PurePosixPath(name).suffix.lower()
+    return bool(suffix) and suffix not in _PROSE
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,10 @@ class File:
 
 @dataclass(frozen=True)
 class Place:
-    """Where something stands: the file's name or path, the page, and the line in that file, both from 1."""
+    """Where something stands: the file's name or path, the page, and the line, both from 1.
+
+    Lines are counted as whoever looks them up counts them: on its page in a PDF, else in the whole file.
+    """
 
     file: str
     page: int
@@ -114,12 +128,14 @@ class Document:
 
     def place(self, at: int) -> Place:
         """Where character `at` of the text stands; what is in no file, as a folder's tree, is in the document."""
-        page = self.pages[bisect_right(self.pages, at, key=lambda page: page.start) - 1].number
+        page = self.pages[bisect_right(self.pages, at, key=lambda page: page.start) - 1]
         index = bisect_right(self.files, at, key=lambda file: file.start) - 1
         if index >= 0 and at < self.files[index].end:
             file = self.files[index]
-            return Place(file.path, page, self.text.count("\n", file.start, at) + 1)
-        return Place(self.name, page, self.text.count("\n", 0, at) + 1)
+            begin = max(file.start, page.start) if file.path.lower().endswith(".pdf") else file.start
+            return Place(file.path, page.number, self.text.count("\n", begin, at) + 1)
+        begin = page.start if self.kind == "pdf" else 0
+        return Place(self.name, page.number, self.text.count("\n", begin, at) + 1)
 
     def slice(self, first_page: int, last_page: int) -> str:
         """The text of pages `first_page` to `last_page`, both counted from 1 and included."""

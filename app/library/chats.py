@@ -146,17 +146,17 @@ class ChatStore:
                 if not path.with_suffix(".json").exists() and path.stat().st_mtime < before:
                     path.unlink()
 
-    def export(self, chat_id: str, kind: str) -> str | None:
+    def export(self, chat_id: str, kind: str, document_of: Callable[[str], Document | None]) -> str | None:
         """A chat as "md" (what is seen) or "json" (all branches); None when it is not there."""
         plain = self._read(chat_id)
         if plain is None:
             return None
+        if kind == "md":
+            return markdown(self._chat(plain, document_of))
         for turn in plain["turns"]:
             turn.pop("prompt", None)
             turn.pop("ids", None)
-        if kind == "json":
-            return json.dumps({"format": "octavo-chat", "version": 1} | plain, ensure_ascii=False, indent=2) + "\n"
-        return markdown(plain)
+        return json.dumps({"format": "octavo-chat", "version": 1} | plain, ensure_ascii=False, indent=2) + "\n"
 
     def _path(self, chat_id: str) -> Path:
         return self.folder / f"{chat_id}.json"
@@ -179,7 +179,8 @@ class ChatStore:
             for turn in plain["turns"]:
                 parts += [turn["question"], turn["answer"], *(source["name"] for source in turn["sources"])]
             named = next(([s["name"] for s in turn["sources"]] for turn in plain["turns"] if turn["sources"]), [])
-            listed = Listed(plain["id"], plain["title"], max(turn["at"] for turn in plain["turns"]), ", ".join(named))
+            newest = max(plain["created"], *(turn["at"] for turn in plain["turns"]))  # a branch is newer than its turns
+            listed = Listed(plain["id"], plain["title"], newest, ", ".join(named))
             known = self._known[path.stem] = (changed, listed, "\n".join(parts).casefold())
         return known[1], known[2]
 

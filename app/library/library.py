@@ -99,6 +99,10 @@ class Owner:
         """A saved chat with its documents; None when it is not there."""
         return self.chats.open(chat_id, self._documents.get)
 
+    def export_chat(self, chat_id: str, kind: str) -> str | None:
+        """A saved chat as "md" or "json"; None when it is not there."""
+        return self.chats.export(chat_id, kind, self._documents.get)
+
     def save_chat(self, chat: Chat) -> None:
         """Write a chat as it stands, and the documents that it has read."""
         documents = {id(s.document): s.document for turn in list(chat.tree.values()) for s in turn.sources}

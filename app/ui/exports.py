@@ -24,7 +24,7 @@ class Exports:
         secret = request.headers.get("x-octavo-browser", "")
         text = None
         if secret and kind in _TYPES:
-            text = await asyncio.to_thread(self._library.owner(secret).chats.export, chat_id, kind)
+            text = await asyncio.to_thread(self._library.owner(secret).export_chat, chat_id, kind)
         if text is None:
             return JSONResponse({"error": "This browser has no such chat."}, 404)
         return Response(text, media_type=f"{_TYPES[kind]}; charset=utf-8", headers={"Cache-Control": "no-store"})

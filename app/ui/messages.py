@@ -9,9 +9,9 @@ from html import escape
 from typing import Any
 
 from app.chat import Selection, Turn
-from app.documents import Document
+from app.documents import Document, is_code
 from app.evidence import Passage
-from app.places import is_code, told
+from app.places import parts_of, told
 from app.service import MemoryBegins
 from app.ui.answer import Answer
 from app.ui.conversation import Conversation
@@ -21,7 +21,6 @@ from app.words import plural
 
 _LOOP = "Stopped here: it began to repeat itself. Balanced, or a repetition penalty of 1.1, may help: see Settings."
 _TERM = re.compile(r"\d+|\w{4,}")  # words that carry something
-_LEAD_CHARS = 60  # of a passage that its card shows before the words that matter
 
 
 def messages(conversation: Conversation, first: int) -> list[Any]:
@@ -78,12 +77,8 @@ def _card_facts(passage: Passage, document: Document | None) -> dict[str, Any]:
     """A passage for its card: the words that were looked at most, with a few before them, and what follows."""
     text, low, code = passage.excerpt, passage.key_start, is_code(passage.name)
     high = passage.key_end or len(text)
-    before = text[:low]
-    if code:
-        begins = before.rfind("\n", 0, before.rfind("\n") + 1) + 1  # whole lines: indentation says something
-        before = before[begins:] if len(before) > _LEAD_CHARS else before
-    elif len(before) > _LEAD_CHARS:
-        before = "\u2026 " + before[-_LEAD_CHARS:].split(" ", 1)[-1]
+    cut = ("\u2026\n" if code else "\u2026 ") if passage.shown else ""
+    before = cut + text[passage.shown : low]
     said = {"before": before, "key": text[low:high], "after": text[high:]}
     return {"place": told(passage, document), "code": code, "strength": passage.strength, **said}
 
@@ -119,7 +114,7 @@ def _files(turn: Turn) -> str:
 def _label(source: Selection) -> str:
     whole = (source.first_page, source.last_page) == (1, len(source.document.pages))
     name = source.document.name
-    return name if whole else f"{name}, pages {source.first_page}-{source.last_page}"
+    return name if whole else f"{name}, {parts_of(source.document)}s {source.first_page}-{source.last_page}"
 
 
 def _answer_text(turn: Turn, live: Answer | None) -> list[str]:

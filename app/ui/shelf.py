@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from app.places import is_code
+from app.places import parts_of
 from app.ui.attachment import Attachment
 from app.words import plural
 
@@ -29,7 +29,7 @@ def _card(attachment: Attachment, movable: bool) -> str:
         pages = len(document.pages)
         tokens = "counting tokens" if attachment.tokens is None else plural(attachment.tokens, "token")
         files = f"<span>{plural(len(document.files), 'file')}</span>" if document.files else ""
-        parts = "part" if document.files or is_code(document.name) else "page"
+        parts = parts_of(document)
         facts = f"{files}<span>{plural(pages, parts)}</span><span>{tokens}</span>"
         if pages > 1:
             facts += _page_choice(attachment, pages, parts)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
-from app.documents import Document
+from app.documents import Document, is_code
 from app.evidence import Passage, Quote
-from app.places import is_code
+from app.places import parts_of
 from app.ui.parts import fresh
 
 CODE = ' class="oc-code"'
@@ -17,7 +17,7 @@ def view(document: Document, place: Passage | Quote, turn_id: str, card: str, pa
 
     `card` names the place among those of the turn, as the page's script has it.
     """
-    own = place.page or 1
+    own = document.place(place.begin(document) if isinstance(place, Passage) else place.start).page
     number = min(max(page or own, 1), len(document.pages))
     shown = document.pages[number - 1]
     low = high = place.end
@@ -33,11 +33,10 @@ def view(document: Document, place: Passage | Quote, turn_id: str, card: str, pa
     title = place.name if number == own else document.place(shown.start).file
     if document.files and number != own:  # a heading stands in front of each file
         title = document.place(max(shown.start, shown.end - 1)).file
-    kind = "Part" if document.files or is_code(document.name) else "Page"
     return _dialog(
         title or document.name,
         f"{_turn('Page before', turn_id, card, number - 1, number > 1)}"
-        f"<span>{kind} {number:,} of {len(document.pages):,}</span>"
+        f"<span>{parts_of(document).capitalize()} {number:,} of {len(document.pages):,}</span>"
         f"{_turn('Page after', turn_id, card, number + 1, number < len(document.pages))}",
         f"<pre{CODE if is_code(title or '') else ''}>{before}{marked}{after}</pre>",
     )

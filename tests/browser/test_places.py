@@ -11,6 +11,7 @@ import pytest
 from app import cli_ask
 from app.chat import Chat, Selection, Turn
 from app.documents import Document, File, Page
+from app.documents.document import Kind
 from app.evidence import Passage, Quote
 from app.local import LocalService
 from app.places import told
@@ -34,7 +35,7 @@ def passage(document: Document, at: int, end: int, excerpt: str) -> Passage:
 
 @pytest.mark.parametrize(
     ("at", "says"),
-    [(0, "shop, line 1"), (17, "docs/guide.pdf, page 2, line 2"), (27, "net/client.py, line 1")],
+    [(0, "shop, line 1"), (17, "docs/guide.pdf, page 2, line 1"), (27, "net/client.py, line 1")],
 )
 def test_pages_are_those_of_the_file_and_code_has_none(at: int, says: str) -> None:
     assert told(passage(SHOP, at, at + 5, "x"), SHOP) == says
@@ -48,6 +49,33 @@ def test_the_command_line_tells_places_as_the_page_does() -> None:
 def test_other_documents_have_their_pages() -> None:
     quote = Quote("words", "notes.txt", 1234, "label", 0, 5, 7)
     assert told(quote, None) == "notes.txt, page 1,234, line 7"
+
+
+PDF = "one\ntwo\nthree\nfour\n"
+
+
+@pytest.mark.parametrize(("kind", "says"), [("pdf", "page 2, line 2"), ("text", "page 2, line 4")])
+def test_lines_of_a_pdf_are_counted_on_its_page(kind: Kind, says: str) -> None:
+    document = Document("a", kind, PDF, (Page(1, 0, 8), Page(2, 8, len(PDF))), (), 0, "0" * 32)
+    quote = Quote("four", "a", 2, "label", PDF.index("four"), len(PDF), 4)
+    assert told(quote, document) == f"a, {says}"
+
+
+@pytest.mark.parametrize("name", ["retry.py", "guide.md"])
+def test_the_line_told_is_that_of_the_first_text_shown(name: str) -> None:
+    text = "".join(f"line {number} says nothing of any use\n" for number in range(1, 9)) + "    key is here\n"
+    key = text.index("key")
+    excerpt = text.rstrip()
+    document = Document(name, "text", text, (Page(1, 0, len(text)),), (), 0, "0" * 32)
+    found = Passage(Selection.whole(document).label, name, 0, len(text), 1, 1, 0.5, excerpt, key, key + 11)
+    chat = Chat()
+    chat.add(Turn("Where?", (Selection.whole(document),), (), (), "Here.", "stop", passages=(found,)))
+    (card,) = _facts(chat)["passages"]
+    mark, _, shown = card["before"].partition("\u2026")
+    first = text[: text.index(shown.strip() or card["key"])].count("\n") + 1
+    assert not mark and "\u2026" in card["before"] and first > 5
+    assert card["place"].endswith(f"line {first}")
+    assert cli_ask._rests_on(found, [Selection.whole(document)]).startswith(f"50% from {card['place']}: \u2026 ")
 
 
 def test_a_place_in_code_opens_as_code_and_names_its_file() -> None:

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from app.chat import Chat, Selection, Turn
-from app.documents import Document, read_document
+from app.documents import Document, Page, read_document
+from app.evidence import Passage, Quote
 from app.library import Library
 from app.library.documents import DocumentStore
+from app.places import told
 
 
 @pytest.fixture
@@ -143,7 +145,7 @@ def test_damaged_ids_are_made_anew_and_a_damaged_chat_is_not_listed(tmp_path: Pa
         owner = library.owner("a secret")
         assert [listed.id for listed in owner.chats.find()] == [other.id], damaged[:200]
         assert owner.open_chat(chat.id) is None
-        assert owner.chats.export(chat.id, "md") is None
+        assert owner.export_chat(chat.id, "md") is None
         owner.chats.rename(chat.id, "Other")
         assert file.read_text() == damaged
         library.sweep()
@@ -202,19 +204,50 @@ def test_chats_are_found_renamed_exported_and_deleted(tmp_path: Path, document: 
     assert len(owner.chats.find("quite")[0].title) <= 61
     owner.chats.rename(chat.id, "  Birds \n of the coast ")
     assert owner.chats.find("coast")[0].title == "Birds of the coast"
-    text = owner.chats.export(chat.id, "md")
+    text = owner.export_chat(chat.id, "md")
     assert text is not None
     assert text.startswith("# Birds of the coast")
     assert "Because." in text and "Nothing." not in text  # the branch that is seen
     assert document.name in text
-    plain = json.loads(owner.chats.export(chat.id, "json") or "")
+    plain = json.loads(owner.export_chat(chat.id, "json") or "")
     assert len(plain["turns"]) == 4
     assert "prompt" not in plain["turns"][0]
     for nonsense in ("", "../../x", chat.id + "/..", "0" * 32):
-        assert owner.chats.export(nonsense, "md") is None
+        assert owner.export_chat(nonsense, "md") is None
         owner.chats.delete(nonsense)
     owner.chats.delete(chat.id)
     assert [listed.id for listed in owner.chats.find()] == [other.id]
+
+
+@pytest.mark.parametrize(("name", "part"), [("notes.txt", "page"), ("retry.py", "part")])
+def test_an_export_words_places_as_the_page_does(tmp_path: Path, name: str, part: str) -> None:
+    text = "one\ntwo\nthree\nfour\n"
+    document = Document(name, "text", text, (Page(1, 0, 8), Page(2, 8, len(text))), (), 0, "0" * 32)
+    label = Selection.whole(document).label
+    found, quote = Passage(label, name, 8, 18, 2, 3, 0.5, "three\nfour"), Quote("four", name, 2, label, 14, 18, 4)
+    lost = Quote("five", None, None)
+    owner, chat = Library(tmp_path).owner("a secret"), Chat()
+    turn = Turn(
+        "Which?", (Selection(document, 1, 2),), (), (), "Four.", "stop", passages=(found,), quotes=(quote, lost)
+    )
+    chat.add(turn)
+    owner.save_chat(chat)
+    exported = owner.export_chat(chat.id, "md") or ""
+    assert f"- {told(found, document)} (50%): three four" in exported
+    assert f"\u201cfour\u201d: {told(quote, document)}\n" in exported
+    assert "\u201cfive\u201d: not in the documents" in exported
+    assert f"{name}, {part}s 1 to 2*" in exported
+
+
+def test_a_branch_is_on_top_as_new(tmp_path: Path) -> None:
+    owner = Library(tmp_path).owner("a secret")
+    old, other = Chat(created=1000.0), Chat(created=2000.0)
+    first = old.add(Turn("First?", (), (1,), (2,), "Yes.", "stop", at=1000.0))
+    other.add(Turn("Later?", (), (1,), (2,), "Yes.", "stop", at=2000.0))
+    branch = old.fork(first.id)
+    for chat in (old, other, branch):
+        owner.save_chat(chat)
+    assert [listed.id for listed in owner.chats.find()] == [branch.id, other.id, old.id]
 
 
 def test_owners_never_see_each_others_things(tmp_path: Path, document: Document) -> None:
@@ -225,7 +258,7 @@ def test_owners_never_see_each_others_things(tmp_path: Path, document: Document)
     one.save_chat(chat)
     assert two.documents() == [] and two.chats.find() == []
     assert two.open(label) is None and two.open_chat(chat.id) is None
-    assert two.chats.export(chat.id, "md") is None
+    assert two.export_chat(chat.id, "md") is None
     two.pin(label, True)
     assert library.pinned() == frozenset()
     one.pin(label, True)
