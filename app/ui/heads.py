@@ -60,7 +60,7 @@ def heads_panel(service: ChatService, session: gr.State, changed: Sequence[gr.HT
             )
             chunk = gr.Number(label="Tokens read at a time", precision=0, minimum=1, visible=False)
         preview = gr.HTML("", elem_id="oc-costs", apply_default_css=False)
-        use = gr.Button(_USE, size="sm", elem_id="oc-use", interactive=False, visible=False)
+        use = gr.Button(_USE, size="sm", variant="primary", elem_id="oc-use", interactive=False, visible=False)
         note = gr.HTML("", elem_id="oc-use-note", apply_default_css=False)
         picture = gr.HTML("", elem_id="oc-heads-picture", apply_default_css=False)
         self_test_form(service, session, [*changed, panel])

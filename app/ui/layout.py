@@ -38,10 +38,11 @@ def build_page(service: ChatService, loading: Loading, uploads: Uploads) -> gr.B
         )
         with gr.Column(elem_id="oc-side"):
             gr.HTML(sidebar.FRAME, elem_id="oc-side-frame", apply_default_css=False)
-            chats = gr.HTML("", elem_id="oc-chats", apply_default_css=False)
-            library = gr.HTML("", elem_id="oc-library", apply_default_css=False)
+            chats = gr.HTML("<h2>Chats</h2>", elem_id="oc-chats", apply_default_css=False)
+            library = gr.HTML("<h2>Library</h2>", elem_id="oc-library", apply_default_css=False)
         turns = gr.HTML("", elem_id="oc-turns", apply_default_css=False)
-        welcome = gr.HTML(frame.welcome(), elem_id="oc-welcome", apply_default_css=False)
+        # What stands there is not known before the first word of the server: until then there is none.
+        welcome = gr.HTML("", elem_id="oc-welcome", apply_default_css=False)
         chat = gr.Chatbot(
             elem_id="oc-chat",
             label="Conversation",
@@ -55,7 +56,7 @@ def build_page(service: ChatService, loading: Loading, uploads: Uploads) -> gr.B
             autoscroll=False,  # see turns.js
         )
         with gr.Column(elem_id="oc-dock") as dock:
-            line = gr.HTML(strip.loading("", 0), elem_id="oc-strip", apply_default_css=False)
+            line = gr.HTML(strip.unknown(), elem_id="oc-strip", apply_default_css=False)
             with gr.Column(elem_id="oc-composer"):
                 shelf = gr.HTML("", elem_id="oc-shelf", apply_default_css=False)
                 with gr.Row(elem_id="oc-ask"):

@@ -287,6 +287,12 @@ addEventListener("input", (event) => {
   searching = setTimeout(() => act("search", "", event.target.value), 200);
 });
 
+// A menu of the panel closes when something of it, or anything outside it, is pressed.
+addEventListener("click", ({ target }) => {
+  for (const menu of document.querySelectorAll(".oc-more[open]"))
+    if (!menu.contains(target) || target.closest("button")) menu.open = false;
+});
+
 addEventListener("click", (event) => {
   const button = event.target.closest?.("[data-do], [data-example]");
   if (!button || button.closest("#oc-chat .message")) return; // markup in an answer presses no buttons

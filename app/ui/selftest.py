@@ -60,7 +60,7 @@ def self_test_form(service: ChatService, session: gr.State, changed: Sequence[An
         # Checked in `tested`: the library would hold the choice against a list that is already an older one.
         name = gr.Dropdown([], label="Document", elem_id="oc-self-test-document", allow_custom_value=True)
         count = gr.Dropdown([4, 8, 16, 32], value=_FACTS, label="Facts", elem_id="oc-self-test-count")
-        start = gr.Button("Test", size="sm", elem_id="oc-self-test")
+        start = gr.Button("Test", size="sm", variant="primary", elem_id="oc-self-test")
         stop = gr.Button("Stop", size="sm", elem_id="oc-self-test-stop", visible=False)
     chart = gr.HTML("", elem_id="oc-depths", apply_default_css=False)
 

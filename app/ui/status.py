@@ -22,11 +22,9 @@ def status(facts: dict[str, Any] | None, settings: str = "") -> str:
         line.append(f"{_held(memory)} of weights and cache")
     if facts["ms_per_token"]:
         line.append(f"{facts['ms_per_token']:.{0 if facts['ms_per_token'] >= 10 else 1}f} ms per token")
-    shown = "".join(f"<span>{escape(item)}</span>" for item in line)
-    note = escape(facts["note"])
-    shown += f'<span class="oc-notes" title="{note}">{note}</span>' if note else ""
+    shown = "".join(f"<span>{escape(item)}</span>" for item in [*line, facts["note"]] if item)
     return (
-        f'<div class="oc-foot">{shown}'
+        f'<div class="oc-foot"><div>{shown}</div>'
         f'<button type="button" class="oc-link" data-do="options">Settings: {escape(settings)}</button>'
         '<button type="button" class="oc-link" popovertarget="oc-engine">Details</button></div>'
         f'<div id="oc-engine" popover role="dialog" aria-label="What the engine does">{_engine_table(facts)}</div>'

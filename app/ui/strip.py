@@ -31,6 +31,11 @@ def strip(kind: str, text: str, detail: str = "", share: float | None = None, ac
     return f'<div class="oc-strip oc-{kind}" data-state="{kind}">{content}</div>'
 
 
+def unknown() -> str:
+    """Before the page has heard how things stand."""
+    return strip("unknown", "")
+
+
 def loading(stage: str, share: float) -> str:
     """The model is on its way; `share` from 0 to 1."""
     return strip("loading", "Loading the model", escape(stage), share or -1)

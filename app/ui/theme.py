@@ -26,6 +26,15 @@ _COLOURS = {
     "block_background_fill": ("#ffffff", "#211f1c"),
     "input_background_fill": ("#ffffff", "#211f1c"),
     "input_placeholder_color": ("#857e71", "#8b8477"),
+    "button_primary_background_fill": ("#2e6b5b", "#7fbda9"),
+    "button_primary_background_fill_hover": ("#387c6a", "#93cdb9"),
+    "button_primary_border_color": ("#2e6b5b", "#7fbda9"),
+    "button_primary_border_color_hover": ("#387c6a", "#93cdb9"),
+    "button_primary_text_color": ("#faf8f4", "#181715"),
+    "button_secondary_background_fill": ("#ffffff", "#211f1c"),
+    "button_secondary_background_fill_hover": ("#f2efe8", "#2a2824"),
+    "button_secondary_border_color": ("#e2ddd2", "#38352f"),
+    "button_secondary_text_color": ("#25221d", "#e9e5dc"),
     "error_text_color": ("#a3352b", "#f0a097"),
     "error_background_fill": ("#fbeceb", "#3a2321"),
     "error_border_color": ("#eac4c0", "#5c3430"),
@@ -43,4 +52,4 @@ def theme() -> gr.themes.Base:
         neutral_hue=gr.themes.colors.stone,
         font=_SANS,
         font_mono=_MONO,
-    ).set(**colours)
+    ).set(**colours, button_border_width="1px", button_small_radius="0.6rem", button_small_padding="0.5rem 1rem")

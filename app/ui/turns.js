@@ -65,6 +65,7 @@ function evidence(turn, number) {
   const summary = part("summary", "", facts.join(" \u00b7 "));
   summary.setAttribute("aria-label", `Evidence for answer ${number}: ${summary.textContent}`);
   box.append(summary);
+  if (passages) box.append(part("p", "oc-about", "Bars and %: the share of the attention that the answer gave to its documents."));
   const cards = box.appendChild(part("ol", "oc-passages"));
   turn.passages.forEach((passage, index) => {
     const button = cards.appendChild(document.createElement("li")).appendChild(part("button", "oc-passage"));
@@ -73,7 +74,7 @@ function evidence(turn, number) {
     const share = Math.round(100 * passage.strength);
     const head = button.appendChild(part("span", "oc-passage-head"));
     head.append(part("b", "", passage.place), part("span", "", `${share} %`));
-    head.title = `${share} % of what the answer looked at in the documents`;
+    button.title = `${share} % of the attention that the answer gave to its documents`;
     const meter = button.appendChild(part("i", "oc-meter"));
     meter.append(part("i", ""));
     meter.firstChild.style.width = `${share}%`;
@@ -83,7 +84,7 @@ function evidence(turn, number) {
   const quotes = box.appendChild(part("ul", "oc-quotes"));
   for (const quote of turn.quotes) {
     const item = quotes.appendChild(part("li", quote.found ? "oc-found" : "oc-missing"));
-    item.append(part("q", "", quote.text), part("span", "", quote.found ? quote.place : "not in the documents"));
+    item.append(part("q", "", quote.text), part("span", "", quote.place));
   }
   return box;
 }
@@ -277,10 +278,17 @@ function follow() {
   if (content && content !== grows) {
     growth.disconnect();
     growth.observe((grows = content));
+    growth.observe(wrap);
   }
   if (fromEnd !== null) wrap.scrollTop = wrap.scrollHeight - fromEnd;
   else if (following) wrap.scrollTop = wrap.scrollHeight;
   else if (held !== null && held <= wrap.scrollHeight - wrap.clientHeight) wrap.scrollTop = held;
+  below(wrap);
+}
+// The component looks whether there is more below when somebody scrolls; an answer can also get shorter, or be another.
+function below(wrap) {
+  const more = wrap.scrollHeight - wrap.clientHeight - wrap.scrollTop > 100;
+  document.body.toggleAttribute("data-below", more);
 }
 addEventListener(
   "scroll",
@@ -295,6 +303,7 @@ addEventListener(
       held = null;
     }
     lastTop = target.scrollTop;
+    below(target);
   },
   true,
 );

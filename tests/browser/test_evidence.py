@@ -31,6 +31,8 @@ def test_cards_lead_to_the_place_in_the_document(
     assert page.inner_text(".oc-passage b").startswith("<b>notes.txt, page 4, line")
     assert "<b>notes.txt" in page.inner_text(".oc-quotes .oc-found")
     assert page.inner_text(".oc-quotes .oc-missing q") == "the ships were painted green"
+    assert "attention" in (page.get_attribute(".oc-passage", "title") or "")
+    assert "share of the attention" in page.inner_text(".oc-about")
     assert page.inner_text(".oc-excerpt mark") == "Remember: the code word is ochre."
     page.screenshot(path=tmp_path / "cards.png")
     page.click(".oc-passage")

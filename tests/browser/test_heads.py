@@ -60,6 +60,33 @@ def test_settings_are_previewed_then_used_behind_what_runs(
     until(lambda: other.locator("#oc-chat .bot .prose").count() == 2)
 
 
+def test_the_title_stays_above_what_is_scrolled(patterned: Site, open_page: Open, tmp_path: Path) -> None:
+    page = opened(open_page, patterned)
+    page.set_viewport_size({"width": 1280, "height": 700})
+    # Along the bar and down its middle, wherever the panel is scrolled to, there is nothing but the bar.
+    over = """() => {
+      const panel = document.querySelector("#oc-heads"), bar = panel.querySelector(".label-wrap");
+      const found = new Set();
+      for (panel.scrollTop = 0; ; panel.scrollTop += 9) {
+        const { left, right, top, bottom } = bar.getBoundingClientRect();
+        for (let x = left + 20; x < right - 16; x += 8)
+          for (const y of [top + 4, (top + bottom) / 2, bottom - 2])
+            if (!bar.contains(document.elementFromPoint(x, y))) found.add(document.elementFromPoint(x, y).textContent);
+        if (panel.scrollTop + panel.clientHeight >= panel.scrollHeight - 1) return [...found];
+      }
+    }"""
+    assert page.evaluate(over) == []
+    page.screenshot(path=str(tmp_path / "scrolled.png"))
+    for button in ("#oc-use", "#oc-self-test"):
+        box = page.locator(button).bounding_box()
+        assert box and box["height"] >= 32 and box["width"] < 300
+    looks = "button => getComputedStyle(button).backgroundColor + getComputedStyle(button).opacity"
+    before = page.locator("#oc-use").evaluate(looks)
+    page.fill("#oc-heads-recent input", "300")
+    until(lambda: page.is_enabled("#oc-use"))
+    assert page.locator("#oc-use").evaluate(looks) != before  # one that does nothing looks like it
+
+
 def test_settings_that_cannot_be_are_told(patterned: Site, open_page: Open) -> None:
     page = opened(open_page, patterned)
     page.fill("#oc-heads-recent input", "")

@@ -174,16 +174,22 @@ def test_chats_are_searched_renamed_exported_and_deleted(
     until(lambda: page.locator(CHATS).count() == 1)
 
     assert "export.txt" in page.inner_text(f"{CHATS} small")  # tells it from others with the same question
-    page.click(f"{CHATS} .oc-more summary")
-    page.screenshot(path=str(tmp_path / "panel.png"))
     for kind in ("md", "json"):
+        page.click(f"{CHATS} .oc-more summary")
+        page.screenshot(path=str(tmp_path / f"panel-{kind}.png"))
         with page.expect_download() as waiting:
             page.click(f"{CHATS} [data-kind={kind}]")
         saved = tmp_path / waiting.value.suggested_filename
         waiting.value.save_as(saved)
         assert saved.suffix == f".{kind}"
         assert "cobalt" in saved.read_text(encoding="utf-8")
+        assert not page.query_selector(".oc-more[open]")
     assert json.loads(saved.read_text(encoding="utf-8"))["turns"][0]["question"] == "What is the code word?"
+    page.click(f"{CHATS} .oc-more summary")
+    page.click("#oc-question textarea")
+    assert not page.query_selector(".oc-more[open]")
+    page.hover(CHATS)
+    page.click(f"{CHATS} .oc-more summary")
     page.click(f"{CHATS} [data-do=rename]")
     page.fill(f"{CHATS} input", "Paint <b>shop</b>")
     page.press(f"{CHATS} input", "Enter")

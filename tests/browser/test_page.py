@@ -268,6 +268,70 @@ def test_a_page_is_used_before_it_is_known(
     state(asking, "idle")
 
 
+def test_a_page_says_nothing_before_it_is_known(
+    site: Site, open_page: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    at_once, known = Sessions.open, asyncio.Event()
+
+    async def late(sessions: Sessions, *given: Any, **more: Any) -> Session:
+        await known.wait()
+        return await at_once(sessions, *given, **more)
+
+    monkeypatch.setattr(Sessions, "open", late)
+    page = open_page(site.url)
+    state(page, "unknown")
+    page.screenshot(path=str(tmp_path / "unknown.png"))
+    assert not page.query_selector(".oc-welcome, .oc-bar") and "oading" not in page.inner_text("body")
+    assert "Chats" in page.inner_text("#oc-side")
+    known.set()
+    state(page, "idle")
+    page.wait_for_selector(".oc-welcome", state="visible")
+
+
+# Facts in the line at the foot that are seen in part.
+CUT = """() => {
+  const line = document.querySelector(".oc-foot > div").getBoundingClientRect();
+  return [...document.querySelectorAll(".oc-foot span")].filter((span) => {
+    const { top, bottom, right } = span.getBoundingClientRect();
+    return top < line.bottom - 1 && (bottom > line.bottom + 1 || right > line.right + 1);
+  }).map((span) => span.textContent);
+}"""
+
+
+@pytest.mark.parametrize("capacity", [8192, None])
+def test_the_foot_is_no_wider_than_the_box_and_cuts_nothing(
+    start_site: Callable[[Script], Site], open_page: Open, tmp_path: Path, capacity: int | None
+) -> None:
+    site = start_site(Script(capacity=capacity, note="A small model of 135 million parameters answers here. " * 3))
+    page = open_page(site.url)
+    ask(page, "Are you there?")
+    state(page, "answering")
+    state(page, "idle")
+    until(lambda: "ms per token" in page.inner_text(".oc-foot"))
+    for width in (1920, 1440, 1280, 800, 390):
+        page.set_viewport_size({"width": width, "height": 800})
+        page.screenshot(path=str(tmp_path / f"foot-{width}.png"))
+        foot, box = (page.locator(name).bounding_box() for name in (".oc-foot", "#oc-composer"))
+        assert foot and box and foot["x"] >= box["x"] and foot["x"] + foot["width"] <= box["x"] + box["width"], width
+        last = page.locator(".oc-foot > :last-child").bounding_box()
+        assert last and last["x"] + last["width"] <= box["x"] + box["width"], width
+        assert page.evaluate(CUT) == [], width
+        assert "tokens" in page.locator(".oc-foot span").first.inner_text()
+
+
+def test_the_arrow_down_goes_when_nothing_is_below(start_site: Callable[[Script], Site], open_page: Open) -> None:
+    page = open_page(start_site(Script(token_s=0.0, answer="\n\n".join(f"Line {n}." for n in range(60)))).url)
+    state(page, "idle")
+    ask(page, "What are the lines?")
+    state(page, "answering")
+    state(page, "idle")
+    arrow = "#oc-chat .scroll-down-button-container"
+    page.evaluate("document.querySelector('#oc-chat .bubble-wrap').scrollTop = 0")
+    page.wait_for_selector(arrow, state="visible")
+    page.set_viewport_size({"width": 1440, "height": 6000})
+    page.wait_for_selector(arrow, state="hidden")
+
+
 def test_the_first_page_tells_of_a_small_model(start_site: Callable[[Script], Site], open_page: Open) -> None:
     page = open_page(start_site(Script(note="A small <b>model</b> answers here.")).url)
     state(page, "idle")
