@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from lxml import etree
 
@@ -31,38 +32,63 @@ def read(data: bytes, name: str, limits: Limits, title: bool = True) -> Extract:
     declared = _CHARSET.search(data[:4096])
     decoded = decode(data, name, declared.group(1).decode("ascii") if declared else None)
     limits.check_chars(name, len(decoded.text))
-    parser = etree.HTMLParser(encoding="utf-8", no_network=True, remove_comments=True, remove_pis=True, huge_tree=True)
+    page = _Page(Meter(limits, name))
+    # Without a tree: libxml2 builds none deeper than 2,048 elements, and drops the rest of such a page.
+    parser = etree.HTMLParser(target=page, encoding="utf-8", no_network=True, huge_tree=True)
     # NUL would end libxml2's reading.
-    root = etree.fromstring(decoded.text.replace("\x00", "").encode("utf-8"), parser)
-    if root is None:
+    etree.fromstring(decoded.text.replace("\x00", "").encode("utf-8"), parser)
+    if page.empty:
         raise BadDocument(f"{name} is an HTML file without any content.")
-    named = root.findtext(".//title") if title else None
-    body = _squeeze("".join(_visible(root, Meter(limits, name))))
-    text = f"{' '.join(named.split())}\n\n{body}" if named and named.strip() else body
+    body = _squeeze("".join(page.parts))
+    named = " ".join(page.title.split()) if title else ""
+    text = f"{named}\n\n{body}" if named else body
     return Extract("html", list(paginate(text)), warnings_of(decoded))
 
 
-def _visible(root: etree._Element, meter: Meter) -> list[str]:
-    parts: list[str] = []
-    hidden = pre = 0
-    for event, element in etree.iterwalk(root, events=("start", "end")):
-        tag = element.tag
-        if event == "start":
-            hidden += tag in _HIDDEN
-            pre += tag == "pre"
-            if not hidden:
-                parts.append(_before(tag))
-                if element.text:
-                    parts.append(meter(element.text) if pre else meter(re.sub(r"\s+", " ", element.text)))
-            continue
-        hidden -= tag in _HIDDEN
-        pre -= tag == "pre"
-        if not hidden:
-            if tag in _BLOCK and tag != "br":
-                parts.append("\n")
-            if element.tail:
-                parts.append(meter(element.tail) if pre else meter(re.sub(r"\s+", " ", element.tail)))
-    return parts
+class _Page:
+    """A parser's target: what is seen of a page, in `parts`, and its first title."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.parts: list[str] = []
+        self.title = ""
+        self.empty = True
+        self._meter = meter
+        self._hidden = self._pre = 0
+        self._tag = ""  # the last one that began; "" behind its end
+        self._titled = False
+        self._run: list[str] = []  # of one text, which comes in pieces
+
+    def start(self, tag: str, _: Any) -> None:
+        self._end_run()
+        self.empty = False
+        self._hidden += tag in _HIDDEN
+        self._pre += tag == "pre"
+        self._tag = tag
+        if not self._hidden:
+            self.parts.append(_before(tag))
+
+    def end(self, tag: str) -> None:
+        self._end_run()
+        self._titled |= tag == "title"
+        self._hidden -= tag in _HIDDEN
+        self._pre -= tag == "pre"
+        self._tag = ""
+        if not self._hidden and tag in _BLOCK and tag != "br":
+            self.parts.append("\n")
+
+    def data(self, text: str) -> None:
+        self._run.append(text)
+
+    def close(self) -> None:
+        self._end_run()
+
+    def _end_run(self) -> None:
+        text = "".join(self._run)
+        self._run.clear()
+        if self._tag == "title" and not self._titled:
+            self.title += text
+        if text and not self._hidden:
+            self.parts.append(self._meter(text if self._pre else re.sub(r"\s+", " ", text)))
 
 
 def _before(tag: str) -> str:

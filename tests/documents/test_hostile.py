@@ -113,3 +113,14 @@ def test_the_clock_is_watched_within_a_page(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_bytes(b"<p>many words</p>" * 1000)
     with pytest.raises(DocumentTooLarge):
         read_document(tmp_path / "a.html", limits=Limits(max_seconds=0))
+
+
+@pytest.mark.parametrize("tag", ["font", "b", "div"])
+def test_html_is_read_to_its_end_however_deep(tmp_path: Path, tag: str) -> None:
+    body = "".join(f"<{tag}>word{at} " for at in range(20_000)) + "<p>the end</p>"
+    chapter = archive(EPUB | {"b.html": f"<html><body>{body}</body></html>"})
+    for name, data in (("a.html", f"<html><body>{body}".encode()), ("a.epub", chapter)):
+        (tmp_path / name).write_bytes(data)
+        assert read_document(tmp_path / name).text.split() == [f"word{at}" for at in range(20_000)] + ["the", "end"]
+    (tmp_path / "b.html").write_text("<div>" * 100_000 + "at the bottom")
+    assert read_document(tmp_path / "b.html").text.strip() == "at the bottom"
