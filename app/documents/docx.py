@@ -88,7 +88,7 @@ def _marker(paragraph: etree._Element, levels: dict[str, int]) -> str:
 
 
 def _inline(paragraph: etree._Element, rendered: bool, meter: Meter) -> str:
-    parts: list[str] = []
+    parts = [meter("")]  # a paragraph without text takes time too
     for node in paragraph.iter():
         if node.tag == _W + "t":
             parts.append(meter(node.text or ""))
@@ -98,7 +98,7 @@ def _inline(paragraph: etree._Element, rendered: bool, meter: Meter) -> str:
         elif node.tag == _W + "lastRenderedPageBreak":
             parts.append("\f")
         elif node.tag in (_W + "footnoteReference", _W + "endnoteReference"):
-            parts.append(f"[{node.tag[len(_W) : -9]} {node.get(_W + 'id')}]")
+            parts.append(meter(f"[{node.tag[len(_W) : -9]} {node.get(_W + 'id')}]"))
         elif node.tag == _W + "p" and node is not paragraph:  # a text box
             parts.append("\n")
         elif node.tag in _PLAIN:
@@ -107,7 +107,7 @@ def _inline(paragraph: etree._Element, rendered: bool, meter: Meter) -> str:
 
 
 def _notes(root: etree._Element, kind: str, meter: Meter) -> Iterator[str]:
-    for note in root.iter(_W + kind):
+    for note in outermost(root, _W + kind):
         if note.get(_W + "type") in (None, "normal"):  # the others are separator lines
             text = " ".join(_inline(p, True, meter) for p in outermost(note, _W + "p"))
             yield f"[{kind} {note.get(_W + 'id')}] {text.strip()}"

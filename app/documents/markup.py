@@ -12,10 +12,14 @@ from app.documents.archive import Archive
 def parse(archive: Archive, member: str) -> etree._Element:
     """The root of a member; nothing else is loaded. Raises BadDocument."""
     data = archive.read(member)
+    parser = etree.XMLParser(resolve_entities=False, no_network=True, remove_comments=True, remove_pis=True)
     try:
-        return etree.fromstring(data, etree.XMLParser(resolve_entities=False, no_network=True))
+        root = etree.fromstring(data, parser)
     except etree.XMLSyntaxError as error:
         raise archive.damaged(f"{member}: {' '.join(error.msg.split())}") from error
+    # As comments would, entities split a text, of which `.text` is the first part alone.
+    etree.strip_elements(root, etree.Entity, with_tail=False)
+    return root
 
 
 def outermost(parent: etree._Element, *tags: str) -> Iterator[etree._Element]:

@@ -87,7 +87,7 @@ def _inline(paragraph: etree._Element, notes: list[str], meter: Meter) -> str:
             parts.append(meter(" " * min(1000, _number(node, "c"))))
         elif node.tag in _PLAIN:
             parts.append(_PLAIN[node.tag])
-        elif isinstance(node.tag, str):  # no comment or processing instruction
+        else:
             if node.tag in _PARAGRAPHS:  # of a text box
                 parts.append("\n")
             parts.append(_inline(node, notes, meter))

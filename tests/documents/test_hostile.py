@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from app.documents import Limits, docx, notebook, odt, read_document
 from app.errors import BadDocument, DocumentTooLarge
-from tests.documents.build import archive, docx_xml
+from tests.documents.build import W, archive, docx_xml
+from tests.documents.test_odt_rtf import content as odt_content
 from tests.documents.test_odt_rtf import odt as odt_file
 
 EPUB = {
@@ -124,3 +125,35 @@ def test_html_is_read_to_its_end_however_deep(tmp_path: Path, tag: str) -> None:
         assert read_document(tmp_path / name).text.split() == [f"word{at}" for at in range(20_000)] + ["the", "end"]
     (tmp_path / "b.html").write_text("<div>" * 100_000 + "at the bottom")
     assert read_document(tmp_path / "b.html").text.strip() == "at the bottom"
+
+
+@pytest.mark.parametrize("between", ["&e;", "<!-- x -->", "<?x?>"])
+def test_what_splits_a_text_loses_none_of_it(tmp_path: Path, between: str) -> None:
+    head = f'<!DOCTYPE w:document [<!ENTITY e "x">]><w:document xmlns:w="{W}"><w:body><w:p><w:r>'
+    text = f"<w:t>one{between} two {between}three</w:t></w:r></w:p></w:body></w:document>"
+    (tmp_path / "a.docx").write_bytes(archive({"word/document.xml": head + text}))
+    assert read_document(tmp_path / "a.docx").text == "one two three\n"
+    words = f"<text:p>one{between} <text:span>{between}two</text:span> {between}three</text:p>"
+    content = f'<!DOCTYPE x [<!ENTITY e "x">]>{odt_content(words)}'
+    (tmp_path / "a.odt").write_bytes(odt_file("", content_xml=content))
+    assert read_document(tmp_path / "a.odt").text == "one two three\n"
+    title = f"<metadata xmlns:dc='http://purl.org/dc/elements/1.1/'><dc:title>one{between} two</dc:title></metadata>"
+    package = '<!DOCTYPE package [<!ENTITY e "x">]>' + EPUB["c.opf"].replace("<package>", "<package>" + title)
+    (tmp_path / "a.epub").write_bytes(archive(EPUB | {"c.opf": package}))
+    assert read_document(tmp_path / "a.epub").text.startswith("one two\n")
+
+
+def test_nested_footnotes_are_read_once(tmp_path: Path) -> None:
+    notes = ""
+    for number in range(80):
+        notes = f'<w:footnote w:id="{number}"><w:p><w:r><w:t>note{number};</w:t></w:r>{notes}</w:p></w:footnote>'
+    data = docx_xml("<w:p><w:r><w:t>Text.</w:t></w:r></w:p>", footnotes=f'<w:x xmlns:w="{W}">{notes}</w:x>')
+    (tmp_path / "a.docx").write_bytes(data)
+    text = read_document(tmp_path / "a.docx").text
+    assert all(text.count(f"note{number};") == 1 for number in range(80))
+
+
+def test_the_clock_is_watched_where_there_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.docx").write_bytes(docx_xml("<w:p/>" * 1000))
+    with pytest.raises(DocumentTooLarge):
+        read_document(tmp_path / "a.docx", limits=Limits(max_seconds=0))

@@ -17,9 +17,13 @@ NAMES = " ".join(
 TYPE = "application/vnd.oasis.opendocument.text"
 
 
+def content(body: str) -> str:
+    body = f"<office:body><office:text>{body}</office:text></office:body>"
+    return f"<office:document-content {NAMES}>{body}</office:document-content>"
+
+
 def odt(body: str, **more: str) -> bytes:
-    content = f"<office:document-content {NAMES}><office:body><office:text>{body}</office:text></office:body>"
-    members = {"mimetype": TYPE, "content.xml": content + "</office:document-content>"}
+    members = {"mimetype": TYPE, "content.xml": content(body)}
     return archive(members | {name.replace("__", "/").replace("_", "."): text for name, text in more.items()})
 
 
