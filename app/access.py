@@ -11,6 +11,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -41,6 +42,7 @@ MAX_BODY = 64 << 20  # of a request that is no upload: ten times a prompt of 4 m
 _FREE_ATTEMPTS = 5  # wrong ones before there is a wait; it doubles from 1 s with each one more
 _LONGEST_WAIT_S = 60.0
 _REMEMBERED = 10_000  # addresses, names
+_WRONG_REMEMBERED = 8  # wrong attempts from one address at one name, which count once however often they come
 # Of one person's name from all addresses together, but for those where that person's password was right before.
 _FREE_TOGETHER = 20
 _PAUSE_TOGETHER_S = 5.0
@@ -93,34 +95,49 @@ def owner_of(request: Request) -> str:
     return str(request.scope.get("octavo.owner", "everyone"))
 
 
+@dataclass(frozen=True)
+class _Failed:
+    """How many attempts were wrong, until when the next one waits, and hashes of the last ones."""
+
+    number: int = 0
+    until: float = 0.0
+    tried: tuple[int, ...] = ()
+
+
 class Attempts:
     """Wrong passwords and keys by the address that they came from: after a few, each next one has to wait longer.
 
-    Whoever else asks is not held up: other addresses, and other people's names from the same one. Many addresses that
-    guess at one name share a short pause, which no address knows where that name's password was right before.
+    Whoever else asks is not held up: other addresses, and other people's names from the same one. Keys have no names:
+    those from one address wait together, but what was wrong before tells a guesser nothing, and counts once, so that a
+    program that goes on asking with an old key stops no other. Many addresses that guess at one name share a short
+    pause, which no address knows where that name's password was right before.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._failed: OrderedDict[tuple[str, str], tuple[int, float]] = OrderedDict()  # how many, and when the next may
+        self._failed: OrderedDict[tuple[str, str], _Failed] = OrderedDict()
         self._together: OrderedDict[str, tuple[int, float]] = OrderedDict()  # by name: how many, when the last one was
         self._right: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def wait(self, address: str, claimed: str) -> float:
         """Seconds until another attempt is looked at; 0 for none."""
         place, now = (_network(address), claimed), self._clock()
-        _, until = self._failed.get(place, (0, 0.0))
+        until = self._failed.get(place, _Failed()).until
         number, last = self._together.get(claimed, (0, 0.0))
         pause = last + _PAUSE_TOGETHER_S - now if number >= _FREE_TOGETHER and place not in self._right else 0.0
         return max(0.0, until - now, pause)
 
-    def failed(self, address: str, claimed: str) -> None:
-        """An attempt was wrong."""
-        place = (_network(address), claimed)
-        number = self._failed.pop(place, (0, 0.0))[0] + 1
+    def failed(self, address: str, claimed: str, given: str) -> None:
+        """An attempt was wrong: `given` is the whole of it."""
+        place, tried = (_network(address), claimed), hash(given)  # salted anew by each start of Python
+        known = self._failed.pop(place, _Failed())
+        if tried in known.tried:
+            self._failed[place] = known
+            return
+        number = known.number + 1
         pause = min(_LONGEST_WAIT_S, 2.0 ** (number - _FREE_ATTEMPTS)) if number >= _FREE_ATTEMPTS else 0.0
         now = self._clock()
-        self._failed[place] = number, now + pause
+        self._failed[place] = _Failed(number, now + pause, (*known.tried, tried)[-_WRONG_REMEMBERED:])
         while len(self._failed) > _REMEMBERED:
             self._failed.popitem(last=False)
         if claimed.startswith("user "):  # one of somebody, else it is "nobody"
@@ -188,13 +205,19 @@ class Guard:
                 return _too_often(wait, api)
             owner = self.access.owner(headers, api)
             if owner is None:
+                if self.access.owner(headers, api=True) is not None:  # a key that is right, where keys open nothing
+                    return _refuse(403, f"Keys open the API alone, which is under /v1; {path} is not.", api)
                 if claimed is not None:
-                    self.attempts.failed(address, claimed)
+                    self.attempts.failed(address, claimed, headers["authorization"])
                 return self._ask_for_credentials(api)
             if claimed is not None and owner != "everyone":
                 self.attempts.succeeded(address, claimed)
             if not self.local and owner == "everyone":
-                return _refuse(403, "The page is served to people with a password only: start with --auth.", api)
+                return _refuse(
+                    403,
+                    "The page is served to people with a password only: start with --auth. The API is under /v1.",
+                    api,
+                )
             scope["octavo.owner"] = owner
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > self._limit(path):
