@@ -56,7 +56,12 @@ def read_packed(data: bytes, name: str, limits: Limits, read_file: codebase.Read
         parts = list(iter(lambda: whole.read(_COPY), b""))
     except _DAMAGED as error:
         raise BadDocument(f"{name} is a damaged {kind} file: {error}. Pack it again, or add what is inside.") from error
-    return read_file(b"".join(parts), inner)
+    try:
+        return read_file(b"".join(parts), inner)
+    except BadDocument as error:  # which names what is inside
+        if inner == name:
+            raise
+        raise type(error)(f"{name}: {error}") from error
 
 
 def _members(file: _Bounded, name: str, limits: Limits, read_file: codebase.ReadFile) -> Extract:

@@ -141,8 +141,12 @@ def test_archives_in_archives_are_not_opened(tmp_path: Path) -> None:
     document = read(tmp_path, tar({"a.txt": b"words", "inner.tgz": inner, "inner.tar": tar({"b.txt": b"hidden"})}))
     assert "hidden" not in document.text
     assert "2 binary or not readable" in document.warnings[0]
-    with pytest.raises(BadDocument, match="archive inside another"):
+    with pytest.raises(BadDocument, match=r"^twice\.gz: twice is an archive inside another"):
         read(tmp_path, gzip.compress(inner), "twice.gz")
+    with pytest.raises(BadDocument, match=r"^twice is an archive inside another"):
+        read(tmp_path, gzip.compress(inner), "twice")
+    with pytest.raises(BadDocument, match=r"^photo\.png\.gz: photo\.png is a PNG picture"):
+        read(tmp_path, gzip.compress(b"\x89PNG\r\n\x1a\n"), "photo.png.gz")
 
 
 @pytest.mark.parametrize("suffix", PACKERS)
