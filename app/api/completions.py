@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from app.access import owner_of
-from app.api.errors import ApiError
+from app.api.errors import ApiError, ApiRoute
 from app.api.files import open_document
 from app.api.schema import ChatMessage, ChatRequest, CompletionRequest, FilePart
 from app.api.store import FileStore
@@ -24,7 +24,7 @@ MAX_WAITING = 64  # requests in line; more would wait for hours
 
 def completions_router(service: ChatService, store: FileStore) -> APIRouter:
     """The two routes over a service and the stored files."""
-    router = APIRouter(prefix="/v1")
+    router = APIRouter(prefix="/v1", route_class=ApiRoute)
 
     @router.post("/chat/completions")
     async def chat(request: Request, body: ChatRequest) -> Response:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
@@ -46,6 +48,23 @@ def error_response(error: BaseException) -> JSONResponse:
     return JSONResponse(body, status, {"Retry-After": _RETRY_S} if status in (429, 503) else None)
 
 
+class ApiRoute(APIRoute):
+    """A route that tells every error itself: the framework closes the connection after one that it did not expect."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def told(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except (HTTPException, RequestValidationError):  # told by their handlers
+                raise
+            except Exception as error:
+                return error_response(error)
+
+        return told
+
+
 def add_handlers(app: FastAPI) -> None:
     """Every error of this app's own routes is told in OpenAI's shape."""
 
@@ -73,7 +92,7 @@ def _unparsed(cause: BaseException, error: HTTPException) -> ApiError:
     why = {
         UnicodeDecodeError: "The body is not UTF-8, which JSON is sent in.",
         RecursionError: "The body is no valid JSON: it is nested too deeply.",
-        ValueError: f"The body is no valid JSON: {cause}.",  # such as a number of thousands of digits
+        ValueError: f"The body is no valid JSON: a number has more than {sys.get_int_max_str_digits():,} digits.",
     }
     return ApiError(why.get(type(cause), str(error.detail)), error.status_code)
 

@@ -13,7 +13,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from app import scratch
 from app.access import owner_of
-from app.api.errors import ApiError
+from app.api.errors import ApiError, ApiRoute
 from app.api.schema import FileRef
 from app.api.store import FileStore
 from app.documents import Document, Limits, read_safely
@@ -25,7 +25,7 @@ _PURPOSES = ("user_data", "assistants")
 
 def files_router(service: ChatService, store: FileStore) -> APIRouter:
     """The routes over a store; what `service` has read of a file goes with it."""
-    router = APIRouter(prefix="/v1/files")
+    router = APIRouter(prefix="/v1/files", route_class=ApiRoute)
 
     @router.post("")
     async def upload(request: Request) -> Response:

@@ -10,12 +10,14 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from app.api.completions import completions_router
-from app.api.errors import ApiError, add_handlers
+from app.api.errors import ApiError, ApiRoute, add_handlers
 from app.api.files import files_router
 from app.api.metrics import metrics_text
 from app.api.store import FileStore
 from app.library.library import YOUNG_S
 from app.service import ChatService
+
+_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 
 def add_api(app: FastAPI, service: ChatService, folder: Path) -> None:
@@ -29,13 +31,14 @@ def add_api(app: FastAPI, service: ChatService, folder: Path) -> None:
     app.include_router(files_router(service, store))
     app.include_router(_operations_router(service))
 
-    @app.api_route("/v1/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
-    async def unknown(request: Request, path: str) -> Response:
-        raise ApiError(f"There is no {request.method} /v1/{path}.", 404, code="unknown_url")
+    @app.api_route("/v1", methods=_METHODS)
+    @app.api_route("/v1/{path:path}", methods=_METHODS)
+    async def unknown(request: Request) -> Response:
+        raise ApiError(f"There is no {request.method} {request.url.path}.", 404, code="unknown_url")
 
 
 def _models_router(service: ChatService) -> APIRouter:
-    router = APIRouter(prefix="/v1/models")
+    router = APIRouter(prefix="/v1/models", route_class=ApiRoute)
     since = int(time.time())
 
     def model() -> dict[str, object]:
@@ -58,7 +61,7 @@ def _models_router(service: ChatService) -> APIRouter:
 
 
 def _operations_router(service: ChatService) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=ApiRoute)
 
     @router.get("/health")
     async def health() -> Response:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from app.api.errors import ApiError, body_of, error_response
+from app.api.errors import ApiError, body_of
 from app.engine.generation import Generation
 from app.engine.types import Done, Event, Failed, FinishReason, Progress, Queued, Token, Usage
 
@@ -113,16 +113,7 @@ class _Stream(StreamingResponse):
 async def respond(
     request: Request, start: Callable[[], Generation], shape: Shape, stream: bool, with_usage: bool
 ) -> Response:
-    """Start an answer and send it, or what went wrong; a client that goes away ends it."""
-    try:
-        return await _respond(request, start, shape, stream, with_usage)
-    except Exception as error:  # told here: the framework closes the connection after an error that it did not expect
-        return error_response(error)
-
-
-async def _respond(
-    request: Request, start: Callable[[], Generation], shape: Shape, stream: bool, with_usage: bool
-) -> Response:
+    """Start an answer and send it; raises what went wrong. A client that goes away ends it."""
     events = Events(await asyncio.to_thread(start))
     try:
         first = await _next(request, events)  # what fails at once is told by its status

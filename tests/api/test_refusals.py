@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 import threading
@@ -104,6 +105,8 @@ def test_documents_in_messages_are_base64(client: openai.OpenAI) -> None:
 def test_other_faults_have_their_own_status(start: Start) -> None:
     url = start()
     for method, path, status in (
+        ("GET", "/v1", 404),
+        ("POST", "/v1", 404),
         ("GET", "/v1/nothing", 404),
         ("POST", "/v1/embeddings", 404),
         ("GET", "/v1/chat/completions", 404),
@@ -115,6 +118,7 @@ def test_other_faults_have_their_own_status(start: Start) -> None:
         assert answer.status_code == status, path
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
         assert "sandbox" in answer.headers["content-security-policy"]
+    assert httpx.get(f"{url}/v1").json()["error"]["code"] == "unknown_url"
     broken = httpx.post(f"{url}/v1/completions", content=b"{", headers={"content-type": "application/json"})
     assert broken.status_code == 400
     assert "JSON" in broken.json()["error"]["message"]
@@ -144,7 +148,7 @@ def test_a_body_that_cannot_be_taken_is_told_why(start: Start, path: str) -> Non
         (b'{"model": "caf\xe9"}', "application/json", "The body is not UTF-8"),
         (b"[" * 100_000, "application/json", "nested too deeply"),
         (b'{"model": ' * 2000 + b"1" + b"}" * 2000, "application/json", "nested too deeply"),
-        (b'{"seed": ' + b"9" * 5000 + b"}", "application/json", "no valid JSON: Exceeds the limit"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "application/json", "no valid JSON: a number has more than 4,300 digits."),
         (b"{", "application/json", "no valid JSON"),
         (b"[1]", "application/json", "The body must be a JSON object"),
         (b"", "application/json", "The body is missing"),
@@ -359,7 +363,8 @@ def test_uploads_have_a_limit_of_their_own(start: Start, monkeypatch: pytest.Mon
     monkeypatch.setattr("app.access._UPLOAD_ROOM", 1000 - Limits().max_bytes)
     url = start()
     form = {"content-type": "multipart/form-data; boundary=x"}
-    for content in (b"x" * 1001, iter([b"x" * 600] * 2)):
+    opening = b'--x\r\ncontent-disposition: form-data; name="file"; filename="a.txt"\r\n\r\n'
+    for content in (b"x" * 1001, iter([opening, b"x" * 600, b"x" * 600])):
         answer = httpx.post(f"{url}/v1/files", content=content, headers=form)
         assert answer.status_code == 413
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
@@ -396,6 +401,42 @@ def test_a_full_disk_is_told_and_keeps_nothing(start: Start, monkeypatch: pytest
     assert httpx.get(f"{url}/v1/files").json()["data"] == []
     monkeypatch.undo()
     assert httpx.post(f"{url}/v1/files", **form).status_code == 200
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError(30, "Read-only"), ValueError("x")])
+def test_an_error_that_nobody_expected_keeps_the_connection(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise error
+
+    url = urlsplit(start())
+    stored = connect(url.geturl()).files.create(file=("a.txt", b"text"), purpose="user_data").id
+    for name in ("add", "files", "get", "delete"):
+        monkeypatch.setattr(FileStore, name, broken)
+    monkeypatch.setattr(LocalService, "status", broken)
+    form = b'--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nuser_data\r\n--x\r\n'
+    form += b'content-disposition: form-data; name="file"; filename="a.txt"\r\n\r\ntext\r\n--x--\r\n'
+    chat = json.dumps({"model": MODEL, "messages": ask("Hi")})
+    connection = http.client.HTTPConnection(url.netloc, timeout=30)
+    connection.connect()
+    connection.auto_open = 0  # one that is cut is not opened anew
+    for method, path, body, kind in (
+        ("POST", "/v1/files", form, "multipart/form-data; boundary=x"),
+        ("GET", "/v1/files", None, ""),
+        ("GET", f"/v1/files/{stored}", None, ""),
+        ("GET", f"/v1/files/{stored}/content", None, ""),
+        ("DELETE", f"/v1/files/{stored}", None, ""),
+        ("GET", "/v1/models", None, ""),
+        ("POST", "/v1/chat/completions", chat, "application/json"),
+        ("GET", "/metrics", None, ""),
+    ):
+        connection.request(method, path, body, {"content-type": kind})
+        answer = connection.getresponse()
+        assert answer.status == (507 if isinstance(error, OSError) else 500), path
+        assert set(json.load(answer)["error"]) == {"message", "type", "param", "code"}
+    connection.close()
+    assert "Exception in ASGI application" not in caplog.text
 
 
 def test_what_was_read_of_a_deleted_file_is_freed_unless_somebody_else_has_it(
