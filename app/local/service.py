@@ -66,8 +66,8 @@ class LocalService(ChatService):
             model = self._opener(self.settings, report)
             loaded = Loaded(model, self.library.documents)
             self._pin(loaded)
-            report("Warming up", 0.95)
             try:
+                report("Warming up", 0.95)
                 loaded.warm_up(documents)
             except BaseException:
                 loaded.engine.close()

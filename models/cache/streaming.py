@@ -15,20 +15,25 @@ from kernels.attention_window import WINDOW_DECODE
 from kernels.kv4_pack.native import join_exact
 from models.cache.shape import CacheShape
 
-_TILE = 256  # queries a tile: about the usual window, so that a tile wastes little
+_TILE = 256  # queries a tile: what its keys hold beyond a window costs little more than starting another
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Some queries of a chunk and the keys that one of them sees at least."""
+
+    queries: slice  # of the chunk
+    sinks: int
+    keys: slice  # of the previous window and the chunk behind it
+    mask: Tensor  # [queries, sinks + keys], 0 or -inf
 
 
 @dataclass(frozen=True)
 class ChunkMasks:
-    """What the layers of one chunk share: tile sizes, the mask, and where old and new tokens lie."""
+    """What the layers of one chunk share: its tiles, and where old and new tokens lie."""
 
-    tile: int
-    tiles: int
-    span: int
-    sinks: int
-    pad: int  # empty keys in front of the previous window
     previous: Tensor  # slots of the previous window's tokens, oldest first
-    mask: Tensor | None  # [tiles, 1, tile, sinks + span], 0 or -inf; None where the kernel knows the window itself
+    tiles: tuple[Tile, ...]  # none where the kernel knows the window itself
     new_sinks: int  # chunk tokens that are sinks
     kept: Tensor  # chunk indices that stay in the window
     kept_slots: Tensor
@@ -65,39 +70,30 @@ class StreamingHeads:
     def plan(self, length: int, n: int, masked: bool = True) -> ChunkMasks:
         """Everything about a chunk of n tokens behind `length` that does not depend on the layer."""
         sink, total, device = self.shape.sink, length + n, self.device
-        recent = min(self.shape.recent, total)
-        tile = min(_TILE, n)
-        tiles = -(-n // tile)
-        span = tile + recent - 1
-        held = min(recent - 1, max(length - sink, 0))
-        sinks = min(sink, total)
-        masked = masked and self._window is None
-        mask = self._mask(length, tile, tiles, span, sinks) if masked else None
+        held = min(self.shape.recent - 1, max(length - sink, 0))
         kept = torch.arange(min(max(length, sink, total - self.shape.recent), total), total, device=device)
+        masked = masked and self._window is None
         return ChunkMasks(
-            tile,
-            tiles,
-            span,
-            sinks,
-            recent - 1 - held,
             self._slots(torch.arange(length - held, length, device=device)),
-            mask,
+            tuple(
+                self._tile(length, start, min(start + _TILE, n), held) for start in range(0, n if masked else 0, _TILE)
+            ),
             max(0, min(sink, total) - length),
             kept - length,
             self._slots(kept),
         )
 
-    def _mask(self, length: int, tile: int, tiles: int, span: int, sinks: int) -> Tensor:
-        sink, device, recent = self.shape.sink, self.device, span - tile + 1
-        queries = torch.arange(length, length + tiles * tile, device=device).view(tiles, tile, 1)
-        window = torch.arange(length - recent + 1, length + tile, device=device)
-        window = window + torch.arange(tiles, device=device)[:, None] * tile
-        window = window[:, None]
-        seen_window = (window <= queries) & (window >= sink) & (window > queries - recent)
-        seen_sinks = torch.arange(sinks, device=device) <= queries
-        mask = torch.zeros(tiles, 1, tile, sinks + span, dtype=self.shape.compute_dtype, device=device)
-        mask[:, 0].masked_fill_(~torch.cat((seen_sinks, seen_window), -1), float("-inf"))
-        return mask
+    def _tile(self, length: int, start: int, stop: int, held: int) -> Tile:
+        """Queries `start` to `stop` of a chunk behind `length` tokens, of which the newest `held` are at hand."""
+        sink, recent, device = self.shape.sink, self.shape.recent, self.device
+        sinks, end = min(sink, length + stop), length + stop
+        first = min(max(length - held, sink, length + start - recent + 1), end)
+        queries = torch.arange(length + start, end, device=device)[:, None]
+        keys = torch.arange(first, end, device=device)
+        seen = ((keys <= queries) & (keys > queries - recent), torch.arange(sinks, device=device) <= queries)
+        mask = torch.zeros(stop - start, sinks + end - first, dtype=self.shape.compute_dtype, device=device)
+        mask.masked_fill_(~torch.cat((seen[1], seen[0]), -1), float("-inf"))
+        return Tile(slice(start, stop), sinks, slice(first - length + held, end - length + held), mask)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, length: int, plan: ChunkMasks | None) -> Tensor:
         """Appends k, v [n, heads, d] behind `length` tokens and attends with q [n, heads * group, d]; fp32 as q.
@@ -149,28 +145,20 @@ class StreamingHeads:
         return out
 
     def _many(self, slots: slice, q: Tensor, k: Tensor, v: Tensor, length: int, plan: ChunkMasks) -> Tensor:
-        dtype = self.shape.compute_dtype
-        (n, heads, d), rows = q.shape, plan.tile * plan.tiles
-        for held, new in ((self.keys, k), (self.values, v)):
-            held[slots, length : length + plan.new_sinks] = new[:, : plan.new_sinks]
-        keys = self._tiles(self.keys[slots], k, plan, dtype)
-        values = self._tiles(self.values[slots], v, plan, dtype)
-        queries = q.new_zeros(rows, heads, d, dtype=dtype)
-        queries[:n] = q
-        queries = queries.view(plan.tiles, plan.tile, heads, d).transpose(1, 2)
-        out, _ = self._attend(queries, keys, values, scale=self._scale, mask=plan.mask)
-        for held, new in ((self.keys, k), (self.values, v)):
-            held[slots] = held[slots].index_copy(1, plan.kept_slots, new[:, plan.kept])
-        return out.transpose(1, 2).reshape(rows, heads, d)[:n].float()
-
-    @staticmethod
-    def _tiles(held: Tensor, new: Tensor, plan: ChunkMasks, dtype: torch.dtype) -> Tensor:
-        """[tiles, heads, sinks + span, d]: for each tile the sinks, then the stretch its queries can see."""
-        heads, n, d = new.shape
-        run = new.new_zeros(heads, plan.span + (plan.tiles - 1) * plan.tile, d, dtype=dtype)
-        start = plan.pad + plan.previous.numel()
-        run[:, plan.pad : start] = held[:, plan.previous]
-        run[:, start : start + n] = new
-        windows = run.unfold(1, plan.span, plan.tile).permute(1, 0, 3, 2)
-        sinks = held[:, : plan.sinks].to(dtype)[None].expand(plan.tiles, -1, -1, -1)
-        return torch.cat((sinks, windows), 2)
+        dtype, kept, runs = self.shape.compute_dtype, (self.keys[slots], self.values[slots]), []
+        for held, new in zip(kept, (k, v), strict=True):
+            held[:, length : length + plan.new_sinks] = new[:, : plan.new_sinks]
+            runs.append(torch.cat((held[:, plan.previous], new), 1).to(dtype))
+        queries, out = q.to(dtype).transpose(0, 1)[None], torch.empty_like(q, dtype=torch.float32)
+        for tile in plan.tiles:
+            keys, values = (
+                torch.cat((held[:, : tile.sinks].to(dtype), run[:, tile.keys]), 1)[None]
+                for held, run in zip(kept, runs, strict=True)
+            )
+            part, _ = self._attend(
+                queries[:, :, tile.queries], keys, values, scale=self._scale, mask=tile.mask[None, None]
+            )
+            out[tile.queries] = part[0].transpose(0, 1)
+        for held, new in zip(kept, (k, v), strict=True):
+            held.index_copy_(1, plan.kept_slots, new[:, plan.kept])
+        return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from app.ui import sidebar
 from app.ui.attachment import Attachment
 from app.ui.conversation import Conversation
 from app.ui.drawing import Drawing
-from tests.fakes import END, FakeRunner, FakeTokenizer
+from tests.fakes import END, FakeRunner, FakeTokenizer, result_of
 
 
 def test_a_document_is_ready_where_it_was_read_at_these_settings() -> None:
@@ -38,7 +37,7 @@ def above(conversation: Conversation) -> str:
     """The line above the question box."""
     drawing: Any = SimpleNamespace(service=conversation.service)
     session: Any = SimpleNamespace(conversation=conversation, editing=None)
-    return asyncio.run(Drawing.plan_strip(drawing, session))
+    return result_of(Drawing.plan_strip(drawing, session))
 
 
 def test_a_full_disk_stops_no_answer_and_is_told(

@@ -29,6 +29,7 @@ from app.errors import UsageError
 from app.local import LocalService
 from app.ui.server import bind, create_app, serve
 from app.ui.uploads import Uploads
+from tests.fakes import result_of
 
 
 def test_a_taken_port_is_a_usage_error() -> None:
@@ -260,7 +261,7 @@ def test_slow_files_hold_up_nobody() -> None:
         async with app.router.lifespan_context(app):
             await asyncio.gather(*(asyncio.to_thread(slow.wait, 10) for _ in range(50)))
 
-    asyncio.run(fifty_at_once())
+    result_of(fifty_at_once())
     assert not slow.broken
 
 
@@ -385,7 +386,7 @@ def test_200_mb_are_streamed_to_disk(uploads: Uploads) -> None:
     sent = parts()
     headers = [(b"x-file-name", b"big.txt")]
     request = Request({"type": "http", "method": "PUT", "path": "/uploads", "headers": headers}, receive)
-    answer = asyncio.run(uploads.receive(request))
+    answer = result_of(uploads.receive(request))
     upload = uploads.take(json.loads(bytes(answer.body))["id"])
     assert upload.path.stat().st_size == 200 << 20
     with upload.path.open("rb") as file:
