@@ -15,7 +15,7 @@ from kernels.attention_window import WINDOW_DECODE
 from kernels.kv4_pack.native import join_exact
 from models.cache.shape import CacheShape
 
-_TILE = 256  # queries a tile: what its keys hold beyond a window costs little more than starting another
+_TILE = 256  # queries a tile; 64 and 128 see fewer keys in vain and were no faster
 
 
 @dataclass(frozen=True)
