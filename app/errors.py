@@ -41,6 +41,10 @@ class DocumentTooLarge(BadDocument):
     http_status = 413
 
 
+class Cancelled(OctavoError):
+    """Work without a result yet was stopped on request: tokenising, or loading."""
+
+
 class NotReady(OctavoError):
     """The model is still loading or failed to load."""
 

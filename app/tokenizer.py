@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 from tokenizers import Tokenizer as Backend
 
 from app.engine.detokenize import Detokenizer, TokenBytes
-from app.errors import OctavoError
+from app.errors import Cancelled
 from app.gguf_tokenizer import TokenizerSpec, byte_alphabet, spec_from_gguf
 from app.prompt import PromptTokenizer
 from models.errors import BadCheckpoint, UnsupportedModel
@@ -49,10 +49,6 @@ class TextTokenizer(PromptTokenizer, TokenBytes, Protocol):
         progress: Callable[[float], None] | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> list[int]: ...
-
-
-class Cancelled(OctavoError):
-    """Tokenising was stopped on request."""
 
 
 class Tokenizer:

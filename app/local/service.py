@@ -19,7 +19,7 @@ from app.engine.generation import Generation
 from app.engine.sampler import check_sampling
 from app.engine.snapshots import SnapshotStore
 from app.engine.types import Done, GenerationRequest, Mark, SamplingParams
-from app.errors import ContextTooLong, UsageError
+from app.errors import Cancelled, ContextTooLong, UsageError
 from app.evaluation.examiner import Examiner
 from app.evaluation.selftest import SelfTest
 from app.evidence import passages, quotes
@@ -29,7 +29,6 @@ from app.local.forgetting import memory_begins
 from app.local.loaded import Loaded
 from app.model import LoadProgress, OpenModel, open_model
 from app.service import ChatService, MemoryBegins, PlanView
-from app.tokenizer import Cancelled
 
 _PATIENCE_S = 30.0  # for the last step of an answer whose chat is deleted
 

@@ -19,8 +19,9 @@ from transformers import PreTrainedTokenizerFast
 import app.tokenizer
 from app.embedded import embedded_model_path
 from app.engine.detokenize import Detokenizer
+from app.errors import Cancelled
 from app.gguf_tokenizer import _LLAMA3, _QWEN2, _TEKKEN
-from app.tokenizer import Cancelled, Tokenizer
+from app.tokenizer import Tokenizer
 from models.errors import BadCheckpoint, UnsupportedModel
 
 SAMPLE = """The harbour master wrote: "It's raining, isn't it?"  She'd counted 1,234 ships (and 56 more)...
