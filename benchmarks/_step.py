@@ -169,6 +169,7 @@ def _waits(graph: DecodeGraph, cache: DuoCache, step_ms: float) -> tuple[int, fl
     logits = graph._logits.clone()
     graph.late = 0
     sampler = Sampler(SamplingParams(temperature=0.8, top_p=0.95, repetition_penalty=1.1, seed=0))
+    gc.freeze()  # as when a model is loaded
     answer = graph.answer(cache, [0] * cache.length, logits, sampler, None, lambda length: None)
     for _ in islice(answer, 20):
         pass
@@ -177,6 +178,7 @@ def _waits(graph: DecodeGraph, cache: DuoCache, step_ms: float) -> tuple[int, fl
         pass
     taken = 1e3 * (time.perf_counter() - begin) / ANSWER
     answer.close()
+    gc.unfreeze()
     return graph.late, taken
 
 

@@ -180,6 +180,7 @@ class Runner:
         self.close()
         self.prefixes, self._newest, self.graph = PrefixStore(), None, None
         del self.decoder, self.pool
+        gc.unfreeze()
         gc.collect()  # a pool and what reads its history know each other
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -588,3 +588,12 @@ def test_a_chat_of_another_model_or_with_lost_ids_is_encoded_anew(start: Start, 
     chat.update(chat.turns[0].id, answer_ids=())
     finish(service.ask(chat, "Fourth?"))
     assert chat.token_ids[: len(want)] == want
+
+
+def test_the_collector_does_not_look_through_what_was_loaded(start: Start) -> None:
+    start()
+    kept = len(gc.get_objects())
+    try:
+        assert gc.get_freeze_count() > 20 * kept
+    finally:
+        gc.unfreeze()

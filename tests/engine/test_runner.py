@@ -1,5 +1,6 @@
 """The runner with the embedded model: reuse, cancel, limits and the plan."""
 
+import gc
 import weakref
 from dataclasses import replace
 from itertools import islice
@@ -26,6 +27,7 @@ from models.checkpoint import open_checkpoint
 from models.config import ModelConfig
 from models.errors import BadPattern, DoesNotFit
 from models.heads import HeadPattern
+from tests import needle
 
 CPU = torch.device("cpu")
 
@@ -292,3 +294,13 @@ def test_an_answer_tells_where_it_looked(runner, prose_ids):
     assert unwatched.looked() is None
     unwatched.discard()
     runner.evidence_heads = []
+
+
+def test_a_released_model_leaves_nothing_though_the_collector_passes_it_over(tmp_path):
+    checkpoint = open_checkpoint(needle.write_checkpoint(tmp_path, 2000))
+    runner = build_runner(checkpoint, needle.pattern(), Settings(context=2000, cache_dir=tmp_path, library_quota=0))
+    store = weakref.ref(runner.pool.stores[0])
+    assert store().history  # each knows the other
+    gc.freeze()
+    runner.release()
+    assert store() is None
