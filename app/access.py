@@ -108,9 +108,9 @@ class Attempts:
     """Wrong passwords and keys by the address that they came from: after a few, each next one has to wait longer.
 
     Whoever else asks is not held up: other addresses, and other people's names from the same one. Keys have no names:
-    those from one address wait together, but what was wrong before tells a guesser nothing, and counts once, so that a
-    program that goes on asking with an old key stops no other. Many addresses that guess at one name share a short
-    pause, which no address knows where that name's password was right before.
+    wrong ones from one address wait together, and one that was wrong before counts once; a key that is right never
+    waits. Many addresses that guess at one name share a short pause, which no address knows where that name's password
+    was right before.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -201,16 +201,17 @@ class Guard:
             return _refuse(403, "Pages of other sites may not send anything here.", api)
         if path != _OPEN:
             address, claimed = (scope.get("client") or ("", 0))[0], self._counted(headers)
-            if claimed is not None and (wait := self.attempts.wait(address, claimed)):
+            right_key = claimed == "key" and self.access.owner(headers, api=True) is not None
+            if claimed is not None and not right_key and (wait := self.attempts.wait(address, claimed)):
                 return _too_often(wait, api)
             owner = self.access.owner(headers, api)
             if owner is None:
-                if self.access.owner(headers, api=True) is not None:  # a key that is right, where keys open nothing
+                if right_key:  # where keys open nothing
                     return _refuse(403, f"Keys open the API alone, which is under /v1; {path} is not.", api)
                 if claimed is not None:
                     self.attempts.failed(address, claimed, headers["authorization"])
                 return self._ask_for_credentials(api)
-            if claimed is not None and owner != "everyone":
+            if claimed not in (None, "key") and owner != "everyone":  # a right key beside them frees no wrong ones
                 self.attempts.succeeded(address, claimed)
             if not self.local and owner == "everyone":
                 return _refuse(
