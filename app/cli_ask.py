@@ -49,7 +49,7 @@ def ask(
     as_json: bool = False,
 ) -> int:
     """Print an answer as it comes; gives the exit code. `documents` are FILE or FILE:FIRST-LAST."""
-    check_request(question, sampling)
+    check_request(question, sampling, lambda name: f"--{name.replace('_', '-')}")
     service = open_service(settings)
     if (reconfigure := getattr(sys.stdout, "reconfigure", None)) is not None:
         reconfigure(errors="replace")  # a terminal may lack a character of the answer

@@ -273,11 +273,17 @@ class ChatService(ABC):
         return NotReady("The service is closed." if closed else "The model is still loading. Try again soon.")
 
 
-def check_request(question: str, sampling: SamplingParams) -> None:
-    """Raises UsageError for what can be told to be wrong without a model."""
+def check_request(question: str, sampling: SamplingParams, name_of: Callable[[str], str] = str) -> None:
+    """Raises UsageError for what can be told to be wrong without a model; `name_of` as in `check_numbers`."""
     if not question.strip():
         raise UsageError("The question is empty.")
+    check_numbers(sampling, name_of)
+
+
+def check_numbers(sampling: SamplingParams, name_of: Callable[[str], str] = str) -> None:
+    """Raises UsageError for one that is out of its range; `name_of` is what whoever gave it knows a parameter by."""
     try:
         check_sampling(sampling)
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        name, _, wrong = str(error).partition(" ")
+        raise UsageError(f"{name_of(name)} {wrong}") from error

@@ -16,7 +16,6 @@ from app.conversation import AnswerMemory, Message, exchanges
 from app.documents import Document
 from app.engine.engine import let_go
 from app.engine.generation import Generation
-from app.engine.sampler import check_sampling
 from app.engine.snapshots import SnapshotStore
 from app.engine.types import Done, GenerationRequest, Mark, SamplingParams
 from app.errors import Cancelled, ContextTooLong, UsageError
@@ -28,7 +27,7 @@ from app.library import Owner
 from app.local.forgetting import memory_begins
 from app.local.loaded import Loaded
 from app.model import LoadProgress, OpenModel, open_model
-from app.service import ChatService, MemoryBegins, PlanView
+from app.service import ChatService, MemoryBegins, PlanView, check_numbers
 
 _PATIENCE_S = 30.0  # for the last step of an answer whose chat is deleted
 
@@ -345,10 +344,7 @@ class LocalService(ChatService):
         keep: Callable[[Done], None] | None = None,
         marks: tuple[Mark, ...] = (),
     ) -> Generation:
-        try:
-            check_sampling(sampling)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+        check_numbers(sampling)
         capacity = loaded.engine.runner.capacity
         if capacity is not None and len(prompt) >= capacity:
             raise ContextTooLong(len(prompt) + 1, capacity, "Send fewer messages or a shorter document.")

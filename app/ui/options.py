@@ -9,9 +9,9 @@ from typing import Any
 
 from app.chat import Chat
 from app.documents.document import without_halves
-from app.engine.sampler import check_sampling
 from app.engine.types import SamplingParams
 from app.errors import UsageError
+from app.service import check_numbers
 from app.ui.parts import fresh
 
 
@@ -101,10 +101,7 @@ def take(chat: Chat, text: str) -> None:
         raise UsageError("The settings did not arrive whole. Open them again.")
     numbers = {name: _parsed(name, label, values.get(name, "")) for name, label, _, _ in _NUMBERS}
     sampling = replace(SamplingParams(), **{name: number for name, number in numbers.items() if number is not None})
-    try:
-        check_sampling(sampling)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    check_numbers(sampling, {name: label for name, label, _, _ in _NUMBERS}.__getitem__)
     chat.sampling = sampling
     if not chat.tree and "system" in values:
         chat.system = without_halves(str(values["system"])).strip() or None

@@ -46,12 +46,12 @@ def test_halves_of_characters_and_endless_nesting_do_no_harm():
 @pytest.mark.parametrize(
     ("name", "text", "told"),
     [
-        ("temperature", "-1", "temperature is -1.0; it must be a number from 0 to 100."),
+        ("temperature", "-1", "Temperature is -1.0; it must be a number from 0 to 100."),
         ("temperature", "warm", "Temperature is 'warm'; it must be a number."),
-        ("temperature", "nan", "temperature is nan"),
+        ("temperature", "nan", "Temperature is nan"),
         ("top_k", "2.5", "Top-k is '2.5'; it must be a whole number."),
-        ("max_new_tokens", "0", "max_new_tokens is 0"),
-        ("seed", "9" * 40, "seed is 9"),
+        ("max_new_tokens", "0", "Longest answer is 0; it must be a whole number"),
+        ("seed", "9" * 40, "Seed is 9"),
     ],
 )
 def test_a_wrong_value_is_told_and_nothing_changes(name, text, told):

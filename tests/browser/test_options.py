@@ -54,4 +54,4 @@ def test_a_wrong_number_is_told(site: Site, open_page: Callable[..., Page]) -> N
     page.eval_on_selector("#oc-options form", "form => { form.noValidate = true; }")
     page.fill("#oc-options [name=temperature]", "-2")
     page.click("#oc-options [type=submit]")
-    page.wait_for_selector("#oc-strip .oc-error:has-text('temperature is -2')")
+    page.wait_for_selector("#oc-strip .oc-error:has-text('Temperature is -2')")
