@@ -21,7 +21,7 @@ EMBEDDED_MODEL = "embedded"
 DEFAULT_HUB_MODEL = "gradientai/Llama-3-8B-Instruct-Gradient-4194k"
 
 _MOST_GB = 10**9
-_MOST_KV_BITS = 12  # 8 and the scales of heads of size 8; how much they are of larger ones, the model tells
+_MOST_KV_BITS = 8.5  # 8 and the scales of heads of size 64; of larger ones they are less, which the model tells
 _THREADS_A_PROCESSOR = 4  # more only wait for each other; thousands end in a crash of OpenMP's
 
 # What says how the own engine works, and nothing to another server.
@@ -97,7 +97,8 @@ class Settings:
         if self.kv_bits is not None:
             if not 4 <= _number("--kv-bits", self.kv_bits) <= _MOST_KV_BITS:
                 raise UsageError(
-                    f"--kv-bits is {self.kv_bits:g}; it must be between 4 and 8, and a little more for the scales."
+                    f"--kv-bits is {self.kv_bits:g}; it must be between 4 and {_MOST_KV_BITS:g}, scales included."
+                    " --kv kv8 keeps 8 bits in every head."
                 )
             if self.kv != "kv4":
                 raise UsageError(f"--kv-bits shares 4 and 8 bits among the heads of --kv kv4, not of {self.kv}.")

@@ -156,11 +156,13 @@ def test_bits_that_no_cache_has_are_wrong_usage(
     refused(capsys, [*command, "--model", "embedded", "--kv-bits", bits], "--kv-bits")
 
 
+@pytest.mark.parametrize("bits", ["3.9", "8.6", "12", "99"])
 @pytest.mark.parametrize("command", [["serve"], ["ask", "q"], ["eval", "quality", "--text", "text"]])
 def test_bits_far_out_are_told_before_a_model_is_looked_for(
-    capsys: pytest.CaptureFixture[str], command: list[str]
+    capsys: pytest.CaptureFixture[str], command: list[str], bits: str
 ) -> None:
-    refused(capsys, [*command, "--kv-bits", "99"], "--kv-bits is 99; it must be between 4 and 8")
+    refused(capsys, [*command, "--kv-bits", bits], f"--kv-bits is {bits}; it must be between 4 and 8.5")
+    assert Settings(kv_bits=8.5).kv_bits == 8.5  # all heads of size 64
 
 
 @pytest.mark.parametrize("count", ["-1", "91", "1" + "0" * 30])
