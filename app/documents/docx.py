@@ -66,7 +66,10 @@ def _heading_levels(archive: Archive) -> dict[str, int]:
 def _blocks(parent: etree._Element, levels: dict[str, int], rendered: bool, meter: Meter) -> Iterator[str]:
     for child in parent:
         if child.tag == _W + "p":
-            yield _marker(child, levels) + _inline(child, rendered, meter)
+            if len(child):
+                yield _marker(child, levels) + _inline(child, rendered, meter)
+            else:
+                meter("")  # an empty line takes time too
         elif child.tag == _W + "tbl":
             yield "\n".join(
                 " | ".join(
@@ -80,11 +83,14 @@ def _blocks(parent: etree._Element, levels: dict[str, int], rendered: bool, mete
 
 
 def _marker(paragraph: etree._Element, levels: dict[str, int]) -> str:
-    style = paragraph.find(f"{_W}pPr/{_W}pStyle")
+    properties = next(paragraph.iterchildren(_W + "pPr"), None)
+    if properties is None:
+        return ""
+    style = properties.find(_W + "pStyle")
     level = levels.get(style.get(_W + "val")) if style is not None else None
     if level:
         return "#" * level + " "
-    return "- " if paragraph.find(f"{_W}pPr/{_W}numPr") is not None else ""
+    return "- " if properties.find(_W + "numPr") is not None else ""
 
 
 def _inline(paragraph: etree._Element, rendered: bool, meter: Meter) -> str:

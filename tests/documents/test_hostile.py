@@ -153,6 +153,15 @@ def test_nested_footnotes_are_read_once(tmp_path: Path) -> None:
     assert all(text.count(f"note{number};") == 1 for number in range(80))
 
 
+def test_a_paragraph_without_anything_in_it_is_not_walked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    walked = []
+    inline = docx._inline
+    monkeypatch.setattr(docx, "_inline", lambda *given: walked.append(0) or inline(*given))
+    (tmp_path / "a.docx").write_bytes(docx_xml("<w:p/>" * 1000 + "<w:p><w:r><w:t>Text.</w:t></w:r></w:p><w:p/>"))
+    assert read_document(tmp_path / "a.docx").text == "Text.\n"
+    assert len(walked) == 1
+
+
 def test_the_clock_is_watched_where_there_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.docx").write_bytes(docx_xml("<w:p/>" * 1000))
     with pytest.raises(DocumentTooLarge):
