@@ -113,6 +113,6 @@ def _parsed(name: str, label: str, text: Any) -> Any:
         if str(text).strip() == "":
             return None
         return int(text) if name in _WHOLE else float(text)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         kind = "a whole number" if name in _WHOLE else "a number"
         raise UsageError(f"{label} is {str(text)[:40]!r}; it must be {kind}.") from None

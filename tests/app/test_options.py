@@ -61,6 +61,12 @@ def test_a_wrong_value_is_told_and_nothing_changes(name, text, told):
     assert chat.sampling == SamplingParams(top_k=3) and chat.system == "Old."
 
 
+@pytest.mark.parametrize(("name", "number"), [("temperature", "9" * 400), ("seed", "1e999")])
+def test_a_number_beyond_any_other_is_told(name, number):
+    with pytest.raises(UsageError, match="must be a"):
+        take(Chat(), f'{{"{name}": {number}}}')
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "null"])
 def test_what_is_no_form_is_refused(text):
     with pytest.raises(UsageError):

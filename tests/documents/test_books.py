@@ -146,6 +146,7 @@ def test_a_notebook_gives_its_cells_and_outputs(tmp_path: Path) -> None:
     [
         (b"{", "damaged notebook"),
         (b"[" * 200_000, "damaged notebook"),
+        (b'{"nbformat": ' + b"9" * 5000 + b"}", "damaged notebook: a number has too many digits. Open it"),
         (b"[]", "no notebook"),
         (b'{"cells": 1}', "no notebook"),
         (b'{"cells": []}', "holds no text"),
