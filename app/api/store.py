@@ -98,8 +98,12 @@ class FileStore:
         return stored
 
     def path(self, file_id: str, owner: str) -> Path:
-        """Where the file's content lies."""
-        return self._content(self.get(file_id, owner).id)
+        """Where the file's content lies; raises ApiError (404) also where it is gone from the disk."""
+        path = self._content(self.get(file_id, owner).id)
+        if not path.is_file():
+            gone = f"The content of file {file_id!r} is gone from the disk. Delete the file, and store it anew."
+            raise ApiError(gone, 404, "file_id", "file_not_found")
+        return path
 
     def document(self, file_id: str, owner: str) -> Document:
         """The file's text."""

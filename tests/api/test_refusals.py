@@ -439,6 +439,23 @@ def test_an_error_that_nobody_expected_keeps_the_connection(
     assert "Exception in ASGI application" not in caplog.text
 
 
+def test_content_that_is_gone_from_the_disk_is_told_and_keeps_the_connection(start: Start, tmp_path: Path) -> None:
+    url = urlsplit(start())
+    stored = connect(url.geturl()).files.create(file=("a.txt", b"text"), purpose="user_data").id
+    (content,) = tmp_path.rglob(f"{stored}.bin")
+    content.unlink()
+    connection = http.client.HTTPConnection(url.netloc, timeout=30)
+    connection.connect()
+    connection.auto_open = 0  # one that is cut is not opened anew
+    for _ in range(2):
+        connection.request("GET", f"/v1/files/{stored}/content")
+        answer = connection.getresponse()
+        error = json.load(answer)["error"]
+        assert (answer.status, error["code"]) == (404, "file_not_found")
+        assert "gone from the disk" in error["message"]
+    connection.close()
+
+
 def test_what_was_read_of_a_deleted_file_is_freed_unless_somebody_else_has_it(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
