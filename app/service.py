@@ -280,6 +280,15 @@ def check_request(question: str, sampling: SamplingParams, name_of: Callable[[st
     check_numbers(sampling, name_of)
 
 
+def largest_of(sources: Sequence[Selection], tokens_of: Callable[[Selection], int]) -> str:
+    """Names the largest of several documents, for whoever is to choose less of them; empty where it is plain."""
+    readable = [source for source in sources if source.document.pages]
+    if len(readable) < 2:
+        return ""
+    tokens, name = max((tokens_of(source), source.document.name) for source in readable)
+    return f"{name} is the largest document: {tokens:,} tokens. "
+
+
 def check_numbers(sampling: SamplingParams, name_of: Callable[[str], str] = str) -> None:
     """Raises UsageError for one that is out of its range; `name_of` is what whoever gave it knows a parameter by."""
     try:

@@ -27,7 +27,7 @@ from app.library import Owner
 from app.local.forgetting import memory_begins
 from app.local.loaded import Loaded
 from app.model import LoadProgress, OpenModel, open_model
-from app.service import ChatService, MemoryBegins, PlanView, check_numbers
+from app.service import ChatService, MemoryBegins, PlanView, check_numbers, largest_of
 
 _PATIENCE_S = 30.0  # for the last step of an answer whose chat is deleted
 
@@ -167,7 +167,7 @@ class LocalService(ChatService):
         elif fits:
             message = f"{new:,} tokens to read; {need:,} of {capacity:,} tokens of the context are used then."
         else:
-            message = str(_too_long(need, capacity, chat.turns))
+            message = str(_too_long(loaded, need, capacity, chat.turns, new_sources(chat.turns, documents)))
         return PlanView(fits, need, new, capacity, loaded.model.bytes_for(need), seconds, message, stored)
 
     def _ask(
@@ -186,7 +186,7 @@ class LocalService(ChatService):
         prompt = ids_of(before) + new_ids
         capacity = loaded.engine.runner.capacity
         if capacity is not None and len(prompt) >= capacity:
-            raise _too_long(len(prompt), capacity, before)
+            raise _too_long(loaded, len(prompt), capacity, before, sources)
         turn_id = (turn or chat.begin(question)).id
         chat.update(turn_id, sources=sources, prompt_ids=new_ids)
         marks = loaded.ids.marks(prompt, len(prompt) - len(new_ids), sources)
@@ -216,7 +216,7 @@ class LocalService(ChatService):
             turns = [chat.tree[t.id] for t in turns]
             prompt, capacity = ids_of(turns), loaded.engine.runner.capacity
             if capacity is not None and len(prompt) >= capacity:
-                raise _too_long(len(prompt), capacity, turns)
+                raise _too_long(loaded, len(prompt), capacity, turns)
             turn = chat.tree[turn_id]
             documents = {source.label: source.document for t in turns for source in t.sources}
 
@@ -249,8 +249,9 @@ class LocalService(ChatService):
             if done.token_ids and not sampling.stop:  # what ends before a stop text has ids behind its text
                 self._answers.keep(ids, done.text, tuple(loaded.prompts.answer_ids(done.token_ids, loaded.stop_ids)))
 
-        marks = loaded.ids.marks(ids, 0, [source for turn in turns for source in turn.sources])
-        return self._submit(loaded, tuple(ids), sampling, "api " + bucket, keep, marks)
+        sources = [source for turn in turns for source in turn.sources]
+        marks = loaded.ids.marks(ids, 0, sources)
+        return self._submit(loaded, tuple(ids), sampling, "api " + bucket, keep, marks, sources)
 
     def complete(
         self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, bucket: str = ""
@@ -343,11 +344,13 @@ class LocalService(ChatService):
         chat_id: str,
         keep: Callable[[Done], None] | None = None,
         marks: tuple[Mark, ...] = (),
+        sources: Sequence[Selection] = (),
     ) -> Generation:
         check_numbers(sampling)
         capacity = loaded.engine.runner.capacity
         if capacity is not None and len(prompt) >= capacity:
-            raise ContextTooLong(len(prompt) + 1, capacity, "Send fewer messages or a shorter document.")
+            largest = largest_of(sources, lambda source: len(loaded.ids.of(source)))
+            raise ContextTooLong(len(prompt) + 1, capacity, f"{largest}Send fewer messages or a shorter document.")
         return loaded.engine.submit(GenerationRequest(prompt, sampling, loaded.stop_ids, chat_id, marks), keep)
 
     def _need(self) -> Loaded:
@@ -360,9 +363,12 @@ def _digest(ids: Sequence[int]) -> str:
     return hashlib.sha256(np.asarray(ids, dtype=np.int64).tobytes()).hexdigest()
 
 
-def _too_long(need: int, capacity: int, before: Sequence[Turn]) -> ContextTooLong:
+def _too_long(
+    loaded: Loaded, need: int, capacity: int, before: Sequence[Turn], new: Sequence[Selection] = ()
+) -> ContextTooLong:
+    largest = largest_of([*(s for turn in before for s in turn.sources), *new], lambda s: len(loaded.ids.of(s)))
     if before:
         advice = f"The chat so far has {len(ids_of(before)):,}. Start a new chat, or choose fewer pages."
     else:
         advice = "Choose fewer pages or a shorter document."
-    return ContextTooLong(need + 1, capacity, advice)
+    return ContextTooLong(need + 1, capacity, largest + advice)

@@ -17,7 +17,7 @@ from app.errors import ContextTooLong, UsageError
 from app.evidence import quotes
 from app.model import LoadProgress
 from app.remote.engine import RemoteEngine, RemoteError
-from app.service import ChatService, PlanView
+from app.service import ChatService, PlanView, largest_of
 
 _AGAIN_S = 2.0
 _BYTES_PER_TOKEN = 4.0  # of English, until the server has told what it counted
@@ -102,7 +102,7 @@ class RemoteService(ChatService):
         capacity = self._capacity
         fits = capacity is None or need < capacity
         of = "" if capacity is None else f" of {capacity:,}"
-        message = f"About {need:,}{of} tokens." if fits else str(self._too_long(need, before))
+        message = f"About {need:,}{of} tokens." if fits else str(self._too_long(need, before, sources))
         return PlanView(fits, need, new, capacity, 0, None, message)
 
     def _ask(
@@ -116,7 +116,7 @@ class RemoteService(ChatService):
     ) -> Generation:
         plan = self._plan(before, sources, question)
         if not plan.fits:
-            raise self._too_long(plan.prompt_tokens, before)
+            raise self._too_long(plan.prompt_tokens, before, sources)
         messages = _messages(chat.system, before)
         messages.append({"role": "user", "content": _content(sources, question)})
         turn_id = (turn or chat.begin(question)).id
@@ -199,10 +199,11 @@ class RemoteService(ChatService):
             return 0
         return self._used.get(turns[-1].id) or self._tokens_of("".join(m["content"] for m in _messages(None, turns)))
 
-    def _too_long(self, need: int, before: Sequence[Turn]) -> ContextTooLong:
+    def _too_long(self, need: int, before: Sequence[Turn], new: Sequence[Selection]) -> ContextTooLong:
         assert self._capacity is not None
+        largest = largest_of([*(s for turn in before for s in turn.sources), *new], self.count_tokens)
         start = "Start a new chat, or choose fewer pages." if before else "Choose fewer pages."
-        return ContextTooLong(need + 1, self._capacity, f"The first is an estimate. {start}")
+        return ContextTooLong(need + 1, self._capacity, f"The first is an estimate. {largest}{start}")
 
 
 def _content(sources: Sequence[Selection], question: str) -> str:

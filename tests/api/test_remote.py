@@ -81,13 +81,19 @@ def test_the_api_goes_through(start: Start, connect: Connect) -> None:
     assert (limited.text, limited.finish_reason) == ("Yes", "length")
 
 
-def test_what_does_not_fit_is_refused(start: Start, connect: Connect) -> None:
+def test_what_does_not_fit_is_refused(start: Start, connect: Connect, tmp_path: Path) -> None:
     service = connect(start())
     plan = service.plan(service.new_chat(), [], "word " * 3000)
     assert not plan.fits
     assert "2,000" in plan.message
     with pytest.raises(ContextTooLong, match="estimate"):
         service.ask(service.new_chat(), "word " * 3000)
+    texts = [("a.txt", "word " * 200), ("b.txt", "word " * 2000)]
+    for name, text in texts:
+        (tmp_path / name).write_text(text)
+    documents = [service.add_document(tmp_path / name) for name, _ in texts]
+    with pytest.raises(ContextTooLong, match=r"b\.txt is the largest document: 2,\d{3} tokens"):
+        service.ask(service.new_chat(), "Which?", documents)
     with pytest.raises(RemoteError, match=r"refused \(400\).*tokens"):  # the estimate was too low: the server tells
         service.ask(service.new_chat(), "word " * 1000).result()
     with pytest.raises(UsageError, match="empty"):

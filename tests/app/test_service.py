@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from app.config import Settings
+from app.conversation import Message
 from app.documents import Document
 from app.engine.generation import Generation
 from app.engine.types import Done, Failed, Queued, SamplingParams, Token
@@ -241,6 +243,24 @@ def test_too_long_is_told_with_both_counts_before_and_on_asking(start: Start, tm
     assert (caught.value.need, caught.value.limit) == (plan.prompt_tokens + 1, 300)
     assert not chat.turns
     assert finish(service.ask(chat, "Q?")).text == "Yes."  # the chat is as it was
+
+
+def test_too_long_names_the_largest_of_several_documents(start: Start, tmp_path: Path) -> None:
+    service = start(capacity=600)
+    chat = service.new_chat()
+    read, short, long = (write(tmp_path, f"{name}.txt", f"{name} " * 30) for name in ("read", "s", "longer"))
+    says = rf"longer\.txt is the largest document: {service.count_tokens(long):,} tokens\. Choose fewer"
+    plan = start(capacity=300).plan(Chat(), [short, long], "Q?")
+    assert re.search(says, plan.message)
+    finish(service.ask(chat, "Q?", [read]))
+    says = says.replace("Choose", "The chat so far has .* or choose")
+    with pytest.raises(ContextTooLong, match=says):
+        service.ask(chat, "Q?", [long, write(tmp_path, "m.txt", "m " * 100)])
+    with pytest.raises(ContextTooLong, match=r"longer\.txt is the largest"):
+        service.converse([Message("user", "Q? " * 150, (Selection.whole(long), Selection.whole(short)))])
+    with pytest.raises(ContextTooLong) as caught:
+        service.ask(service.new_chat(), "Q? " * 300, [short])
+    assert "largest" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("spare", "fits"), [(1, True), (0, False), (-1, False)])
