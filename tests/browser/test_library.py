@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page
 
+from app.library import Owner
 from tests.browser.conftest import Site, add, ask, state, until
 from tests.browser.scripted import Script
 
@@ -226,6 +228,23 @@ def test_a_document_is_used_again_pinned_and_removed(site: Site, open_page: Open
     page.once("dialog", lambda dialog: dialog.accept())
     page.click(f"{entry} [data-do=forget]")
     until(lambda: page.locator(entry).count() == 0)
+
+
+def test_a_full_disk_is_told_once(site: Site, open_page: Open, texts: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Owner, "save_chat", full)
+    page = open_page(site.url)
+    state(page, "idle")
+    ask(page, "Hello?")
+    state(page, "error")
+    told = page.locator("p:visible", has_text="This chat is not saved")
+    until(lambda: page.locator("#oc-library [role=status]").count() == 1)
+    assert told.count() == 1 and page.is_visible("#oc-strip .oc-unsaved")
+    add(page, texts("full.txt", "mauve"))
+    state(page, "plan")  # in its place
+    assert told.count() == 1 and page.is_visible("#oc-library [role=status]")
 
 
 def test_another_browser_sees_nothing_of_it(site: Site, open_page: Open, texts: Texts) -> None:
