@@ -308,6 +308,16 @@ addEventListener("change", (event) => {
   trigger("paged", { id: holder.dataset.id, first: value("first"), last: value("last") });
 });
 
+// ---- a question that is sent while an answer is written stays in its box, and the person is told why
+const waiting = document.createElement("p");
+waiting.id = "oc-held";
+const answering = () => find("#oc-question .stop-button");
+function hold() {
+  waiting.textContent = told.textContent =
+    "This chat is still answering. Your question stays here: send it when the answer has ended, or press Stop first.";
+  find("#oc-composer").prepend(waiting);
+}
+
 // ---- keys: Enter sends and Shift+Enter breaks the line (the text box does that), Escape stops
 addEventListener(
   "keydown",
@@ -321,9 +331,12 @@ addEventListener(
       // A panel that is open, or a title that is edited, takes the key for itself.
       if (find(":popover-open") || event.target.matches?.(".oc-item input")) return;
       if (document.body.dataset.side === "over") side(false);
-      else (find("#oc-question .stop-button") || find("[data-do=unedit]"))?.click();
+      else (answering() || find("[data-do=unedit]"))?.click();
     }
     else if (event.key === "Enter" && event.target.matches?.("[data-page]")) event.target.blur();
+    else if (event.key === "Enter" && !event.shiftKey && event.target === box() && answering()) {
+      if (box().value.trim()) hold();
+    }
   },
   true,
 );

@@ -363,6 +363,7 @@ new MutationObserver(() => {
     beside();
     watchOn();
     tell();
+    if (!answering()) waiting.remove();
   }, 0);
 }).observe(document.body, {
   // HTML that comes anew may change no more than an attribute of what is there

@@ -237,6 +237,26 @@ def test_keys(site: Site, open_page: Open) -> None:
     assert named == []
 
 
+def test_a_question_during_an_answer_is_held_and_told(site: Site, open_page: Open) -> None:
+    page = open_page(site.url)
+    state(page, "idle")
+    ask(page, "First?")
+    state(page, "answering")
+    page.press("#oc-question textarea", "Enter")  # nothing is asked
+    assert page.query_selector("#oc-held") is None
+    ask(page, "Second?")
+    page.wait_for_selector("#oc-held:has-text('still answering'):has-text('press Stop')", timeout=2000)
+    assert page.query_selector("[data-state=answering]")
+    state(page, "idle")
+    until(lambda: page.query_selector("#oc-held") is None)
+    assert page.input_value("#oc-question textarea") == "Second?"
+    page.press("#oc-question textarea", "Enter")
+    until(lambda: page.locator("#oc-chat .user").count() == 2)
+    assert page.locator("#oc-chat .user").nth(1).inner_text().strip() == "Second?"
+    page.keyboard.press("Escape")
+    state(page, "idle")
+
+
 def test_loading_is_shown_and_a_question_waits_for_it(start_site: Callable[[Script], Site], open_page: Open) -> None:
     site = start_site(Script(load_s=6.0))
     page = open_page(site.url)
