@@ -1,4 +1,4 @@
-"""Passages that an answer rests on, from where it looked; and whether what it quotes stands in the documents."""
+"""Passages that a question and its answer looked at; and whether what the answer quotes stands in the documents."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Passage:
     """Characters `start` to `end` of a document's text; what is shown of them begins on page `page`, in line `line`.
 
     name: the file. page and line count from 1, lines as in app.documents.Place. document: its label in the library.
-    strength: the passage's share, 0 to 1, of the attention that the answer gave to all documents. Of its excerpt,
+    strength: the passage's share, 0 to 1, of what question and answer gave to all documents. Of its excerpt,
     characters `key_start` to `key_end` had most; 0 and 0 where that is not known.
     """
 

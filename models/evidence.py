@@ -1,7 +1,8 @@
-"""Where an answer looked: queries of a few heads are kept while it is written, and weighed against the prompt after it.
+"""Where a model looked: a few heads' queries are kept from the question on, and weighed against the prompt at the end.
 
-A head that copies from the past attends to what it copies ("retrieval heads", Wu et al., 2024). Keeping its query
-costs nothing while a token is made; one pass over the keys at the end weighs the whole answer.
+A head that copies from the past attends to what it copies ("retrieval heads", Wu et al., 2024), and while the question
+is read to where its words stand. Keeping its query costs nothing while a token is made; one pass over the keys at the
+end weighs question and answer.
 """
 
 from __future__ import annotations
@@ -24,18 +25,21 @@ _SHARP = 8192  # tokens that are weighed one by one, in whole blocks; an answer 
 
 @dataclass(frozen=True)
 class Looked:
-    """Tokens of the prompt that an answer looked at: positions int64 [m], ascending, and their mean attention [m]."""
+    """Tokens of the prompt that were looked at: positions int64 [m], ascending, and their mean attention [m]."""
 
     positions: np.ndarray
     masses: np.ndarray
 
 
 class Watch:
-    """Queries of chosen heads (layer, query head), in the decoder's order of heads; the last `rows` of each chunk."""
+    """Queries of chosen heads (layer, query head), in the decoder's order of heads; the last `rows` of each chunk.
+
+    All of them together belong to the last tokens of their cache, without a gap.
+    """
 
     def __init__(self, heads: Iterable[tuple[int, int]], rows: int = 1) -> None:
         self.heads = tuple(sorted(heads))
-        self._keep = rows
+        self.rows = rows
         self._chosen: dict[int, list[int]] = {}
         for layer, head in self.heads:
             self._chosen.setdefault(layer, []).append(head)
@@ -44,7 +48,7 @@ class Watch:
     def add(self, layer: int, q: Tensor) -> None:
         """Keeps the last rows of q [n, heads, d] of a layer."""
         if layer in self._chosen:
-            self._rows[layer].append(q[-self._keep :, self._chosen[layer]])
+            self._rows[layer].append(q[-self.rows :, self._chosen[layer]])
 
     def add_chosen(self, rows: dict[int, Tensor]) -> None:
         """As `add` for all layers at once: the chosen heads' rows [n, heads, d] by layer, in the order of `heads`."""
@@ -60,13 +64,27 @@ class Watch:
 
 
 def attention(cache: DuoCache, watch: Watch, length: int) -> Tensor:
-    """What each watched head gave to each of the first `length` tokens, mean over the rows: fp32 [heads, length]."""
+    """What each watched head gave to each of a prompt's `length` tokens, see `_shares`: fp32 [heads, length]."""
     return torch.cat(
         [
-            torch.cat(list(_scores(cache, *query, length)), -1).softmax(-1).mean(1)
+            _shares(query[-1].shape[1], cache, length) @ torch.cat(list(_scores(cache, *query, length)), -1).softmax(-1)
             for query in watch.queries(cache.shape.group)
         ]
     )
+
+
+def _shares(rows: int, cache: DuoCache, length: int) -> Tensor:
+    """What the cache's last `rows` tokens count: those of the question as much as those of the answer, fp32 [rows].
+
+    The prompt's last token begins the answer. Neither part's length matters: a short question is not lost in a long
+    answer, nor a word in a long question.
+    """
+    asked = max(rows - (cache.length - length + 1), 0)
+    shares = torch.full((rows,), 1 / (rows - asked), device=cache.pool.device)
+    if asked:
+        shares /= 2
+        shares[:asked] = 0.5 / asked
+    return shares
 
 
 @torch.inference_mode()
@@ -81,13 +99,13 @@ def weigh(cache: DuoCache, watch: Watch, length: int) -> Looked:
     for query in watch.queries(cache.shape.group):
         sums = torch.cat([_by_block(part, shape.block) for part in _scores(cache, *query, length)], -1)
         norms.append(sums.logsumexp(-1, keepdim=True))
-        total += (sums - norms[-1]).exp().mean(1).sum(0)
+        total += (_shares(sums.shape[1], cache, length) @ (sums - norms[-1]).exp()).sum(0)
     chosen = total.topk(_SHARP // shape.block).indices.sort().values.tolist()
     positions = np.concatenate([np.arange(*starts[block : block + 2]) for block in chosen])
     masses = torch.zeros(len(positions), device=total.device)
     for query, norm in zip(watch.queries(cache.shape.group), norms, strict=True):
         parts = [part for block in chosen for part in _scores(cache, *query, length, block)]
-        masses += (torch.cat(parts, -1) - norm).exp().mean(1).sum(0)
+        masses += (_shares(norm.shape[1], cache, length) @ (torch.cat(parts, -1) - norm).exp()).sum(0)
     return Looked(positions, (masses / len(watch.heads)).cpu().numpy())
 
 
@@ -99,10 +117,18 @@ def _by_block(scores: Tensor, block: int) -> Tensor:
 def _scores(
     cache: DuoCache, layer: int, kv_head: int, q: Tensor, length: int, block: int | None = None
 ) -> Iterator[Tensor]:
-    """Scaled q.k [..., m] piece by piece over the first `length` tokens, or over one block."""
+    """Scaled q.k [heads, n, m] of the cache's last n tokens, piece by piece over the first `length`, or over a block.
+
+    What stands behind a query's own token is out of its sight.
+    """
+    first = cache.length - q.shape[1]
     for start, keys in cache.keys(layer, kv_head, TILE, block):
         if start < length:
-            yield q @ keys[: length - start].float().T * cache.shape.head_dim**-0.5
+            scores = q @ keys[: length - start].float().T * cache.shape.head_dim**-0.5
+            if start + scores.shape[-1] > first + 1:
+                hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(first + 1 - start)
+                scores = scores.masked_fill(hidden, -torch.inf)
+            yield scores
 
 
 @dataclass(frozen=True)

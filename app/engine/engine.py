@@ -212,10 +212,10 @@ class Engine:
         try:
             endless = self.runner.capacity is None
             answer = Answer(job, slot, room, self._detok_factory(request.sampling.stop), endless)
-            if request.evidence:
-                slot.watch()
+            if request.question is not None:
+                slot.watch(request.question)
             reason = answer.write() if answer.read(self.runner.chunk, self.cost) else "cancelled"
-            looked = slot.looked() if request.evidence else None
+            looked = slot.looked() if request.question is not None else None
             if request.chat_id is not None and slot.length:
                 slot.publish(request.chat_id)
             else:

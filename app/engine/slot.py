@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from app.engine.runner import Runner
 
 CHECKPOINT_S = 20.0  # a long prefill is saved this often, so that a crash costs no more of it
-EARLY = 128  # a prompt that is asked again reads at most this many tokens
+EARLY = 128  # a prompt that is asked again reads at most this many tokens, and its question as far as it is watched
+WATCHED = 128  # tokens at a question's end: what a longer one asks mostly stands there
 
 
 class Slot:
@@ -40,6 +41,7 @@ class Slot:
         self._running: deque[tuple[int, torch.cuda.Event]] = deque()  # lengths that the device is on its way to
         self._settled = cache.length
         self._watch: Watch | None = None
+        self._watched = len(prompt) - 1  # from this token on
         self._over = False  # the cache is somebody else's
 
     @property
@@ -51,7 +53,7 @@ class Slot:
         """Reads a chunk of the prompt.
 
         Where a document ends, a copy is kept for other chats and on disk. Where the prompt ends, a copy is kept from
-        just before, so that the same prompt can be asked again.
+        just before, so that the same prompt can be asked again and its question is watched again.
         """
         while self._marks and self._marks[0].position <= self.length + len(chunk_ids):
             mark = self._marks.pop(0)
@@ -63,15 +65,13 @@ class Slot:
                 self._save((mark.label,), wait=True)
             if not chunk_ids:
                 return
-        if self.length + len(chunk_ids) == len(self._prompt):
-            early = max(0, (len(self._prompt) - 1) // EARLY * EARLY - self.length)
+        early = self._watched // EARLY * EARLY - self.length
+        if 0 <= early < len(chunk_ids):
             if early:
                 self._read(chunk_ids[:early])
                 chunk_ids = chunk_ids[early:]
             if self.length > self.cached:
                 self._early = list(self._ids), self._cache.fork()
-            if self._watch is not None and isinstance(self._cache, DuoCache):
-                self._cache.watch = self._watch
         self._read(chunk_ids)
         if time.monotonic() - self._saved_at > CHECKPOINT_S and self.length < len(self._prompt):
             self._save()
@@ -96,14 +96,15 @@ class Slot:
             yield token
             self._read((token,))
 
-    def watch(self) -> None:
-        """From the answer's first token on, keeps what tells where it looks."""
-        if self._runner.evidence_heads:
+    def watch(self, question: int) -> None:
+        """Keeps what tells where question and answer look; the prompt's tokens from `question` on are the question."""
+        if self._runner.evidence_heads and isinstance(self._cache, DuoCache):
             self._watch = Watch(self._runner.evidence_heads)
+            self._watched = max(question, len(self._prompt) - WATCHED)
 
     def looked(self) -> Looked | None:
-        """Where in the prompt the answer looked so far; None without `watch`, or before there is an answer."""
-        if self._watch is None or not isinstance(self._cache, DuoCache) or self._cache.watch is None:
+        """Where in the prompt question and answer looked so far; None without `watch`, or before all of it is read."""
+        if self._watch is None or not isinstance(self._cache, DuoCache) or self.length < len(self._prompt):
             return None
         return weigh(self._cache, self._watch, len(self._prompt))
 
@@ -111,6 +112,9 @@ class Slot:
         """Reads tokens; `_logits`, fp32 [vocabulary], are then those behind the last one."""
         runner = self._runner
         runner.make_room(lambda: self._cache.reserve(self.length + len(ids)))
+        watched = self.length + len(ids) - self._watched
+        if self._watch is not None and watched > 0 and isinstance(self._cache, DuoCache):
+            self._watch.rows, self._cache.watch = watched, self._watch
         try:
             hidden = runner.decoder.forward(torch.tensor(ids, dtype=torch.int64), self._cache)
             self._logits = runner.decoder.logits(hidden[-1:])[0]

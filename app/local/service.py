@@ -191,7 +191,8 @@ class LocalService(ChatService):
         chat.update(turn_id, sources=sources, prompt_ids=new_ids)
         marks = loaded.ids.marks(prompt, len(prompt) - len(new_ids), sources)
         read = [source for t in before for source in t.sources] + list(sources)
-        request = GenerationRequest(prompt, sampling, loaded.stop_ids, chat.id, marks, evidence=bool(read))
+        asked = marks[-1].position if marks else len(prompt) - len(new_ids)
+        request = GenerationRequest(prompt, sampling, loaded.stop_ids, chat.id, marks, asked if read else None)
 
         def keep(done: Done) -> None:
             ids = tuple(loaded.prompts.answer_ids(done.token_ids, loaded.stop_ids))

@@ -165,7 +165,7 @@ class ScriptedSlot:
     def settle(self, least: int) -> int:
         return self.length
 
-    def watch(self) -> None:
+    def watch(self, question: int) -> None:
         pass
 
     def looked(self) -> Looked:

@@ -15,7 +15,7 @@ from app.config import Settings
 from app.embedded import embedded_model_path
 from app.engine.runner import build_runner
 from app.engine.sizing import fit, resolve_shape
-from app.engine.slot import EARLY
+from app.engine.slot import EARLY, WATCHED
 from app.engine.types import SamplingParams
 from app.errors import ContextTooLong, UsageError
 from benchmarks._llama_8b import LLAMA_8B
@@ -277,23 +277,56 @@ def test_a_pattern_for_another_model_is_refused():
         resolve_shape(config, HeadPattern(np.zeros((2, 2)), 1, 1, "other"), replace(Settings(), context=128), CPU)
 
 
-def test_an_answer_tells_where_it_looked(runner, prose_ids):
-    layer = next(at for at, kept in enumerate(runner.pool.shape.retrieval_heads) if kept)
-    runner.evidence_heads = [(layer, 0)]
-    prompt = prose_ids[:700]
-    slot = runner.start(prompt, None)
-    slot.watch()
+def _looked(runner, prompt, question, answer=3):
+    """Where a question, from a token of a prompt on, and its answer looked; tokens that were known before."""
+    slot = runner.start(prompt, "looks")
+    slot.watch(question)
     _read(runner, slot, prompt)
-    _greedy(slot, 3)
-    looked = slot.looked()
+    _greedy(slot, answer)
+    looked, cached = slot.looked(), slot.cached
+    slot.publish("looks")
+    return looked, cached
+
+
+@pytest.fixture
+def watching(runner, monkeypatch):
+    layer = next(at for at, kept in enumerate(runner.pool.shape.retrieval_heads) if kept)
+    monkeypatch.setattr(runner, "evidence_heads", [(layer, 0)])
+    return runner
+
+
+def test_question_and_answer_tell_where_they_looked(watching, prose_ids):
+    prompt = prose_ids[:700]
+    looked, _ = _looked(watching, prompt, 690)
     assert np.array_equal(looked.positions, np.arange(700))
     assert looked.masses.sum() == pytest.approx(1, abs=1e-3) and (looked.masses >= 0).all()
+    alone, _ = _looked(watching, prompt, 699)  # the answer's half
+    assert (2 * looked.masses >= alone.masses - 1e-3).all() and abs(looked.masses - alone.masses).sum() > 0.1
+
+
+def test_who_does_not_ask_is_not_told(watching, prose_ids):
+    slot = watching.start(prose_ids[:700], None)
+    _read(watching, slot, prose_ids[:700])
+    assert slot.looked() is None
     slot.discard()
-    unwatched = runner.start(prompt, None)
-    _read(runner, unwatched, prompt)
-    assert unwatched.looked() is None
-    unwatched.discard()
-    runner.evidence_heads = []
+
+
+def test_a_question_that_is_not_read_to_its_end_has_looked_nowhere(watching, prose_ids):
+    slot = watching.start(prose_ids[6000:6700], None)
+    slot.watch(500)
+    slot.prefill(prose_ids[6000:6650])
+    assert slot.looked() is None
+    slot.discard()
+
+
+# Within one block and chunk; over a block's end; over a chunk's end (300), with an earlier block; a long one.
+@pytest.mark.parametrize(("length", "question"), [(701, 650), (650, 630), (605, 590), (612, 250)])
+def test_a_question_asked_again_looks_where_it_did(watching, prose_ids, length, question):
+    prompt = prose_ids[4000 + length : 4000 + 2 * length]
+    first, cached = _looked(watching, prompt, question)
+    again, kept = _looked(watching, prompt, question)
+    assert cached == 0 < length - EARLY - WATCHED <= kept
+    np.testing.assert_allclose(again.masses, first.masses, atol=1e-6)
 
 
 def test_a_released_model_leaves_nothing_though_the_collector_passes_it_over(tmp_path):

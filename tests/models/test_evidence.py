@@ -1,4 +1,4 @@
-"""What an answer looked at, against attention computed in full over the tokens as the cache holds them."""
+"""What question and answer looked at, against attention computed in full over the tokens as the cache holds them."""
 
 import numpy as np
 import pytest
@@ -15,16 +15,16 @@ D, LAYERS, GROUP = 16, 2, 2
 HEADS = [(0, 1), (1, 0), (1, 3), (1, 2)]  # of two and of one KV head
 
 
-def _answered(n, prompt, bits, block=128, front=128):
-    """A cache of n tokens whose queries from `prompt` - 1 on were watched, with q and k [layers, n, heads, d]."""
+def _answered(n, asked, prompt, bits, block=128, front=128):
+    """A cache of n tokens whose queries from `asked` on were watched, with q and k [layers, n, heads, d]."""
     exact = torch.float32 if bits == 16 else torch.float16
     shape = CacheShape((2, 2), (0, 0), GROUP, D, 0, 1, bits, exact, torch.float32, block=block, front=front)
     cache = DuoCache(BlockPool(shape, -(-n // block), torch.device("cpu")))
     q = torch.randn(LAYERS, n, 2 * GROUP, D) * 3
     k, v = torch.randn(2, LAYERS, n, 2, D)
-    at = 0
-    for size in [prompt - 1, *[1] * (n - prompt + 1)]:
-        cache.watch = Watch(HEADS) if at == prompt - 1 else cache.watch
+    at, watch = 0, Watch(HEADS)
+    for size in [prompt, *[1] * (n - prompt)]:
+        cache.watch, watch.rows = watch, at + size - asked
         cache.begin(size)
         for layer in range(LAYERS):
             cache.attend(layer, *(x[layer, at : at + size] for x in (q, k, v)))
@@ -33,7 +33,7 @@ def _answered(n, prompt, bits, block=128, front=128):
     return cache, q, k
 
 
-def _truth(q, k, n, prompt, bits, block=128, front=128):
+def _truth(q, k, n, asked, prompt, bits, block=128, front=128):
     k = k.double() if bits == 16 else k.half().double()
     if bits < 16:  # the first tokens and the newest block are as they came
         codes, scale = kv4.quantize(k.float(), bits)
@@ -43,20 +43,24 @@ def _truth(q, k, n, prompt, bits, block=128, front=128):
         k = torch.cat((k[:, :front], packed[:, front:whole], k[:, whole:]), 1)
     rows = []
     for layer, head in HEADS:
-        scores = q[layer, prompt - 1 :, head].double() @ k[layer, :prompt, head // GROUP].T / D**0.5
-        rows.append(scores.softmax(-1).mean(0))
+        scores = q[layer, asked:, head].double() @ k[layer, :prompt, head // GROUP].T / D**0.5
+        later = torch.arange(prompt) > torch.arange(asked, n)[:, None]
+        given = scores.masked_fill(later, -torch.inf).softmax(-1).split((prompt - 1 - asked, n - prompt + 1))
+        rows.append(torch.stack([part.mean(0) for part in given if len(part)]).mean(0))
     return torch.stack(rows).mean(0).numpy()
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize(("prompt", "answer"), [(5, 1), (128, 1), (129, 3), (300, 90), (511, 2)])
 @pytest.mark.parametrize("form", [(128, 128), (64, 16)])
-def test_every_token_of_a_short_prompt_is_weighed(poisoned, prompt, answer, bits, form):
-    n = prompt + answer - 1
-    cache, q, k = _answered(n, prompt, bits, *form)
+@pytest.mark.parametrize("question", [1, 2, 5])
+def test_every_token_of_a_short_prompt_is_weighed(poisoned, prompt, answer, bits, form, question):
+    """Question and answer count the same, whatever their lengths; where only its last token is read, the answer."""
+    n, asked = prompt + answer - 1, prompt - question
+    cache, q, k = _answered(n, asked, prompt, bits, *form)
     looked = weigh(cache, cache.watch, prompt)
     assert np.array_equal(looked.positions, np.arange(prompt))
-    np.testing.assert_allclose(looked.masses, _truth(q, k, n, prompt, bits, *form), atol=2e-5)
+    np.testing.assert_allclose(looked.masses, _truth(q, k, n, asked, prompt, bits, *form), atol=2e-5)
 
 
 @pytest.mark.parametrize("bits", [16, 4])
@@ -64,9 +68,10 @@ def test_every_token_of_a_short_prompt_is_weighed(poisoned, prompt, answer, bits
 def test_a_long_prompt_is_weighed_where_it_counts(poisoned, monkeypatch, bits, block, front):
     monkeypatch.setattr(evidence, "_SHARP", 3 * block)
     prompt, n = front + 5 * block + 7, front + 5 * block + 40
-    cache, q, k = _answered(n, prompt, bits, block, front)
+    asked = prompt - 20  # within the block before the newest
+    cache, q, k = _answered(n, asked, prompt, bits, block, front)
     looked = weigh(cache, cache.watch, prompt)
-    truth = _truth(q, k, n, prompt, bits, block, front)
+    truth = _truth(q, k, n, asked, prompt, bits, block, front)
     starts = [0, *range(front, prompt, block)]
     sums = np.add.reduceat(truth, starts)
     best = sorted(np.argsort(-sums)[:3])
