@@ -343,7 +343,7 @@ def test_the_arrow_down_goes_when_nothing_is_below(start_site: Callable[[Script]
     page = open_page(start_site(Script(token_s=0.0, answer="\n\n".join(f"Line {n}." for n in range(60)))).url)
     state(page, "idle")
     ask(page, "What are the lines?")
-    state(page, "answering")
+    page.wait_for_selector("text=Line 59.")
     state(page, "idle")
     arrow = "#oc-chat .scroll-down-button-container"
     page.evaluate("document.querySelector('#oc-chat .bubble-wrap').scrollTop = 0")
