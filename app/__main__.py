@@ -20,6 +20,7 @@ from typing import Any, NoReturn, get_args
 from app.config import Embedding, EngineName, Kv, Mode, Settings, Weights
 from app.errors import UsageError, describe
 from app.flags import TOKENS, whole
+from kernels import compiled
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -305,16 +306,18 @@ def run(argv: Sequence[str]) -> int:
     if args.command == "bench":
         from app.cli_bench import bench
 
+        compiled.keep_in(Settings().cache_dir / "kernels")
         return bench(args.name, args.args)
     debug = bool(args.debug)
     if not debug:  # read by the hub's library when it is imported: its retries are no news, its failure is told once
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     logging.basicConfig(level=logging.INFO if debug else logging.WARNING, format="%(name)s: %(message)s")
+    settings = Settings.from_flags(args)
+    compiled.keep_in(settings.cache_dir / "kernels")
     if args.command == "doctor":
         from app.cli_doctor import doctor
 
         return doctor()
-    settings = Settings.from_flags(args)
     if args.command == "plan":
         from app.cli_plan import plan
 

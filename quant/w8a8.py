@@ -165,29 +165,22 @@ class W8A8Head:
 
     _AGAIN = 64  # tokens a row; int8 moves a logit by far less than what separates the first from the 64th
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor) -> None:
         self._exact = weight
         # Turned as the layers are: what is read here has a few large channels, which would take the others' codes.
         turned = (kv4.rotate(rows.float()) for rows in weight.split(8192))
         codes = QuantizedWeight.join([QuantizedWeight(*quantize_weight(rows)) for rows in turned])
         self._coarse = W8A8Linear.from_float(codes)
-        self.bias = bias
         self.nbytes = weight.nbytes + self._coarse.nbytes
-
-    def prepare(self, x: Tensor) -> Rows:
-        return Rows(x)
 
     def prepare_normed(self, x: Tensor, weight: Tensor | None, eps: float) -> Rows:
         return Rows(rms_norm(x, weight, eps))
 
-    def raw(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, rows: Rows, dtype: torch.dtype = torch.float32) -> Tensor:
         logits = self._coarse(self._coarse.prepare(kv4.rotate(rows.values)))
         best = logits.topk(min(self._AGAIN, logits.shape[-1]), -1, sorted=False).indices
         again = torch.einsum("nki,ni->nk", self._exact[best].float(), rows.values)
-        return logits.scatter_(-1, best, again), None
-
-    def __call__(self, rows: Rows, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self.raw(rows)[0].to(dtype)
+        return logits.scatter_(-1, best, again).to(dtype)
 
 
 class DenseLinear:

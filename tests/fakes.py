@@ -135,11 +135,12 @@ class FakeRunner:
     behind: bool = False  # as a device that has read no more than what is waited for
     read: int = 0
     released: bool = False
+    snapshots: None = None
 
     def find_evidence_heads(self, prompt: list[int], questions: list[Question]) -> None:
         assert not self.starts
 
-    def start(self, prompt_ids: Sequence[int], chat_id: str | None, marks: Any = (), tell: Any = None) -> FakeSlot:
+    def start(self, prompt_ids: Sequence[int], marks: Any = (), tell: Any = None) -> FakeSlot:
         assert not self.released
         prompt = tuple(prompt_ids)
         fitting = [ids for ids in self.kept.values() if len(ids) < len(prompt) and prompt[: len(ids)] == ids]

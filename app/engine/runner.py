@@ -22,11 +22,10 @@ from app.engine.snapshots import LEAST_TOKENS, SnapshotStore
 from app.engine.types import Mark, Memory
 from app.engine.warm_up import warm_up
 from app.errors import ContextTooLong
-from kernels import compiled
 from models.build import load_decoder
 from models.cache.duo import DuoCache
 from models.cache.endless import EndlessCache
-from models.cache.kernels import kernel_report
+from models.cache.kernels import chosen_kernels
 from models.cache.live import LiveCache
 from models.cache.live_endless import LiveEndless
 from models.cache.plan import MemoryPlan
@@ -90,7 +89,6 @@ class Runner:
     def start(
         self,
         prompt_ids: Sequence[int],
-        chat_id: str | None,
         marks: Sequence[Mark] = (),
         tell: Callable[[int], None] = lambda tokens: None,
     ) -> Slot:
@@ -211,7 +209,6 @@ def build_runner(
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    compiled.keep_in(settings.cache_dir / "kernels")
     config = checkpoint.config
     losses, keys = (None, None) if measured is None else (measured.losses, measured.form(config))
     mask, shape = resolve_shape(config, pattern, settings, device, losses)
@@ -237,7 +234,7 @@ def build_runner(
         "sink": shape.sink,
         "recent": shape.recent,
         "chunk": chunk,
-        "backends": {row["kernel"]: row["chosen"] for row in kernel_report(device, shape, settings.mode == "endless")},
+        "backends": chosen_kernels(device, shape, settings.mode == "endless"),
     }
     return Runner(decoder, pool, plan, chunk, described, _snapshots(checkpoint, mask, wide, measured, settings, pool))
 

@@ -46,7 +46,7 @@ class Loaded:
     @property
     def snapshots(self) -> SnapshotStore | None:
         """What was read and is on disk; None where nothing is saved."""
-        return getattr(self.model.runner, "snapshots", None)
+        return self.model.runner.snapshots
 
     @property
     def sink(self) -> int:

@@ -65,7 +65,7 @@ function evidence(turn, number) {
   const summary = part("summary", "", facts.join(" \u00b7 "));
   summary.setAttribute("aria-label", `Evidence for answer ${number}: ${summary.textContent}`);
   box.append(summary);
-  if (passages) box.append(part("p", "oc-about", "Bars and %: the share of the attention that the answer gave to its documents."));
+  if (passages) box.append(part("p", "oc-about", "Bars and %: the share of the attention that question and answer gave to the documents."));
   const cards = box.appendChild(part("ol", "oc-passages"));
   turn.passages.forEach((passage, index) => {
     const button = cards.appendChild(document.createElement("li")).appendChild(part("button", "oc-passage"));
@@ -74,7 +74,7 @@ function evidence(turn, number) {
     const share = Math.round(100 * passage.strength);
     const head = button.appendChild(part("span", "oc-passage-head"));
     head.append(part("b", "", passage.place), part("span", "", `${share} %`));
-    button.title = `${share} % of the attention that the answer gave to its documents`;
+    button.title = `${share} % of the attention that question and answer gave to the documents`;
     const meter = button.appendChild(part("i", "oc-meter"));
     meter.append(part("i", ""));
     meter.firstChild.style.width = `${share}%`;

@@ -25,7 +25,13 @@ def declines(device: torch.device, head_dim: int, group: int, dtype: torch.dtype
         return f"{group} query heads share a KV head; 64 are the most"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"{dtype} is not fp16 or bf16"
-    return missing(device)
+    return missing(device, _trial, head_dim)
+
+
+def _trial(device: torch.device, head_dim: int) -> None:
+    row = torch.zeros(1, 1, head_dim, device=device)
+    keys, values = torch.zeros(2, 1, _TILE, head_dim, dtype=torch.float16, device=device)
+    step(row, row, row[0], row[0], keys, values, 0, torch.tensor([1, 0], device=device), 1.0)
 
 
 def step(

@@ -20,8 +20,26 @@ from models.cache.shape import CacheShape
 _WIDE = ", 8-bit heads"  # served by the kernels of 4 bits as heads of twice the size
 
 
+def chosen_kernels(device: torch.device, shape: CacheShape, endless: bool = False) -> dict[str, str]:
+    """The backend that serves by kernel; those behind it are not asked."""
+    asked = _asked(device, shape, endless)
+    return {kernel.name + kind: kernel.choose(device, **traits).backend.name for kind, kernel, traits in asked}
+
+
 def kernel_report(device: torch.device, shape: CacheShape, endless: bool = False) -> list[dict[str, Any]]:
-    """Rows of kernel, chosen, and declined {backend: reason}.
+    """Rows of kernel, chosen, and declined {backend: reason}."""
+    rows = []
+    for kind, kernel, traits in _asked(device, shape, endless):
+        chosen = kernel.choose(device, **traits).backend
+        others = {
+            b.name: b.declines(device, **traits) or "a better one serves" for b in kernel.backends if b is not chosen
+        }
+        rows.append({"kernel": kernel.name + kind, "chosen": chosen.name, "declined": others})
+    return rows
+
+
+def _asked(device: torch.device, shape: CacheShape, endless: bool) -> list[tuple[str, Any, dict[str, Any]]]:
+    """What is added to a kernel's name, the kernel, and the traits that its backends are asked about.
 
     Those of the cache only where it has such heads; where heads have 8 bits, the kernels that serve those too.
     """
@@ -49,11 +67,4 @@ def kernel_report(device: torch.device, shape: CacheShape, endless: bool = False
         if part.bits < 16:
             packed = {"head_dim": part.width, "group": part.group}
             asked += [(kind, kernel, packed) for kernel in (KV4_LAYOUT, KV4_DECODE, KV4_STEP)]
-    rows = []
-    for kind, kernel, traits in asked:
-        chosen = kernel.choose(device, **traits).backend
-        others = {
-            b.name: b.declines(device, **traits) or "a better one serves" for b in kernel.backends if b is not chosen
-        }
-        rows.append({"kernel": kernel.name + kind, "chosen": chosen.name, "declined": others})
-    return rows
+    return asked

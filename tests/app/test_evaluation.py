@@ -96,14 +96,14 @@ def test_needles_share_what_they_begin_with(haystack: Haystack, tmp_path: Path) 
     marks: list[int] = []
 
     class Noting(FakeRunner):
-        def start(self, prompt_ids, chat_id, marks_=(), tell=None):  # type: ignore[no-untyped-def]
+        def start(self, prompt_ids, marks_=(), tell=None):  # type: ignore[no-untyped-def]
             (mark,) = marks_
             assert b"is" not in bytes(i for i in prompt_ids[:2] if i < 256)
             begins = TOKENIZER.decode(prompt_ids[: mark.position])
             assert "pass code" not in begins
             assert TOKENIZER.decode(prompt_ids[mark.position :]).startswith(" The pass code")
             marks.append(mark.position)
-            return super().start(prompt_ids, chat_id)
+            return super().start(prompt_ids)
 
     needle(examiner(Noting(found, 8000, 4096)), haystack, Grid((3000, 6000), 4), Journal(tmp_path / "n.jsonl", {}))
     assert marks == sorted(marks) and len(marks) == 8  # each can start from the one before

@@ -14,6 +14,7 @@ import pytest
 import torch
 from huggingface_hub import errors
 
+import app.embedded
 import app.measured_heads
 import app.model
 from app.config import DEFAULT_HUB_MODEL, Embedding, Settings
@@ -21,7 +22,6 @@ from app.embedded import embedded_model_path
 from app.errors import OctavoError, UsageError
 from app.model import ModelFiles, choose_pattern, find_model, plan_context
 from app.tokenizer import Tokenizer
-from kernels import compiled
 from models.checkpoint import open_checkpoint
 from models.errors import BadPattern, DoesNotFit, UnsupportedModel
 from models.heads import HeadPattern
@@ -157,14 +157,14 @@ def test_the_pattern_is_the_given_one_the_published_one_the_shipped_one_or_none(
     given, published, shipped = (HeadPattern(np.eye(4), 4, 8, name) for name in ("given", "published", "shipped"))
     given.save(tmp_path / "given")
     shipped.save(tmp_path / "shipped" / "small")
-    monkeypatch.setattr(app.model, "_PATTERNS", tmp_path / "shipped")
+    monkeypatch.setattr(app.embedded, "_PATTERNS", tmp_path / "shipped")
     monkeypatch.setattr(app.model, "fetch_pattern", lambda hub_id, cache: published)
     hub_files = ModelFiles("x", tmp_path, DEFAULT_HUB_MODEL)
     settings = Settings()
     for files, use, want in (
         (hub_files, replace(settings, pattern=tmp_path / "given"), "given"),
         (hub_files, settings, "published"),
-        (ModelFiles("small", tmp_path), settings, "shipped"),
+        (ModelFiles("small", tmp_path / "small.gguf"), settings, "shipped"),
     ):
         pattern, note = choose_pattern(files, use)
         assert pattern is not None
@@ -191,7 +191,7 @@ def test_the_plan_of_llama3_8b_is_the_arithmetic(config_file: Path) -> None:
 
 
 def test_the_plan_of_the_embedded_model_needs_no_pattern(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(app.model, "_PATTERNS", tmp_path)
+    monkeypatch.setattr(app.embedded, "_PATTERNS", tmp_path)
     plan, config, _ = plan_context(Settings(model="embedded"), 8192, gpu=False)
     assert config.max_positions == 8192
     assert plan.bytes_per_token == 30 * 3 * 2 * (64 // 2 + 4)
@@ -270,14 +270,13 @@ def test_what_cannot_run_is_told_before_heads_are_measured(
 @pytest.mark.parametrize(
     ("changes", "measures"), [({}, True), ({"retrieval_ratio": 0.0}, False), ({"kv": "bf16"}, False)]
 )
-def test_heads_are_measured_where_keys_are_rounded_with_the_threads_and_folder_in_force(
+def test_heads_are_measured_where_keys_are_rounded_with_the_threads_in_force(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, unmeasured: Path, changes: dict[str, object], measures: bool
 ) -> None:
-    monkeypatch.setattr(compiled, "_kept_in", tmp_path / "elsewhere")
     before, seen = torch.get_num_threads(), []
 
     def measure(*_: object) -> None:
-        seen.append((torch.get_num_threads(), compiled._kept_in))
+        seen.append(torch.get_num_threads())
         raise _Measuring
 
     def build(*_: object) -> None:
@@ -295,7 +294,7 @@ def test_heads_are_measured_where_keys_are_rounded_with_the_threads_and_folder_i
             app.model.open_model(settings, lambda stage, done: None)
     finally:
         torch.set_num_threads(before)
-    assert seen == ([(before + 1, tmp_path / "cache" / "kernels")] if measures else [])
+    assert seen == ([before + 1] if measures else [])
 
 
 def test_what_a_gpu_held_to_measure_is_free_again_when_the_context_is_chosen(

@@ -583,12 +583,12 @@ def test_where_documents_end_is_marked(start: Start, document: Document, tmp_pat
     chat = service.new_chat()
     other = write(tmp_path, "other.txt", "Document: not a border. Another text.")
     finish(service.ask(chat, "First?", [document, other]))
-    prompt, _, marks, _ = seen[0]
+    prompt, marks, _ = seen[0]
     for mark, text, source in zip(marks, (document, other), chat.turns[0].sources, strict=True):
         assert bytes(i % 256 for i in prompt[: mark.position]).endswith(text.text.strip().encode())
         assert mark.label == source.label
     finish(service.ask(chat, "Second?"))
-    assert seen[1][2] == ()
+    assert seen[1][1] == ()
 
 
 def test_a_chat_of_another_model_or_with_lost_ids_is_encoded_anew(start: Start, document: Document) -> None:

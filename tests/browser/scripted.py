@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,7 @@ class ScriptedRunner:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.kept: dict[str, list[int]] = {}
+        self.snapshots = None
 
     @property
     def capacity(self) -> int | None:
@@ -102,9 +104,9 @@ class ScriptedRunner:
     def chunk(self) -> int:
         return self.script.chunk
 
-    def start(self, prompt_ids: Sequence[int], chat_id: str | None, marks: Any = (), tell: Any = None) -> ScriptedSlot:
-        kept = self.kept.get(chat_id or "", [])
-        same = next((at for at, (a, b) in enumerate(zip(kept, prompt_ids, strict=False)) if a != b), len(kept))
+    def start(self, prompt_ids: Sequence[int], marks: Any = (), tell: Any = None) -> ScriptedSlot:
+        pairs = (zip(kept, prompt_ids, strict=False) for kept in self.kept.values())
+        same = max((sum(1 for _ in takewhile(lambda ids: ids[0] == ids[1], both)) for both in pairs), default=0)
         return ScriptedSlot(self, list(prompt_ids), min(same, len(prompt_ids) - 1))
 
     def find_evidence_heads(self, prompt: list[int], questions: list[Question]) -> None:

@@ -55,7 +55,7 @@ def _ask_twice(runner, prompt):
     """The same prompt, asked again in the same chat: tokens that needed no reading then, and both greedy answers."""
     cached, answers = 0, []
     for _ in range(2):
-        slot = runner.start(prompt, "b")
+        slot = runner.start(prompt)
         cached = slot.cached
         _read(runner, slot, prompt)
         answers.append(_greedy(slot, 8))
@@ -65,13 +65,13 @@ def _ask_twice(runner, prompt):
 
 def test_second_turn_reads_only_its_new_tokens(runner, prose_ids):
     prompt = prose_ids[:700]
-    slot = runner.start(prompt, "a")
+    slot = runner.start(prompt)
     assert slot.cached == 0
     _read(runner, slot, prompt)
     answer = _greedy(slot, 5)
     slot.publish("a")
     follow_up = prompt + answer + prose_ids[700:750]
-    again = runner.start(follow_up, "a")
+    again = runner.start(follow_up)
     assert again.cached == 705
     _read(runner, again, follow_up)
     again.discard()
@@ -87,20 +87,20 @@ def test_the_same_prompt_again_reads_its_last_block_only_and_answers_the_same(ru
 def test_asking_again_reads_at_most_a_block_or_the_last_chunk(runner, prose_ids, length):
     """Whatever the prompt's length over the chunk of 300, also where its last chunk lies inside one block."""
     prompt = prose_ids[4000 + length : 4000 + 2 * length]
-    slot = runner.start(prompt, "d")
+    slot = runner.start(prompt)
     _read(runner, slot, prompt)
     slot.publish("d")
-    again = runner.start(prompt, "d")
+    again = runner.start(prompt)
     assert length - again.cached <= EARLY
     again.discard()
 
 
 def test_a_stopped_prefill_goes_on_where_it_was(runner, prose_ids):
     prompt = prose_ids[2000:2900]
-    slot = runner.start(prompt, "c")
+    slot = runner.start(prompt)
     slot.prefill(prompt[:300])
     slot.publish("c")
-    again = runner.start(prompt, "c")
+    again = runner.start(prompt)
     assert again.cached == 300
     again.discard()
 
@@ -109,7 +109,7 @@ def test_logits_are_computed_for_the_last_position_alone(runner, prose_ids, monk
     rows, inner = [], runner.decoder.logits
     monkeypatch.setattr(runner.decoder, "logits", lambda hidden: rows.append(len(hidden)) or inner(hidden))
     prompt = prose_ids[7000:7700]
-    slot = runner.start(prompt, None)
+    slot = runner.start(prompt)
     _read(runner, slot, prompt)
     _greedy(slot, 3)
     slot.discard()
@@ -119,7 +119,7 @@ def test_logits_are_computed_for_the_last_position_alone(runner, prose_ids, monk
 @pytest.mark.parametrize("at", [2, 4])  # in prefill, and in the answer
 def test_running_out_of_memory_frees_everything_and_what_fits_then_works(runner, prose_ids, monkeypatch, at):
     kept, prompt = prose_ids[7000:7400], prose_ids[8000:8700]
-    slot = runner.start(kept, "kept")
+    slot = runner.start(kept)
     _read(runner, slot, kept)
     slot.publish("kept")
     steps, inner = [], runner.decoder.forward
@@ -131,7 +131,7 @@ def test_running_out_of_memory_frees_everything_and_what_fits_then_works(runner,
         return inner(tokens, cache)
 
     monkeypatch.setattr(runner.decoder, "forward", forward)
-    slot = runner.start(prompt, "f")
+    slot = runner.start(prompt)
     if at == 4:
         _read(runner, slot, prompt)
     with pytest.raises(torch.OutOfMemoryError):
@@ -140,7 +140,7 @@ def test_running_out_of_memory_frees_everything_and_what_fits_then_works(runner,
     slot.discard()
     assert runner.pool.free == runner.pool.blocks
     monkeypatch.undo()
-    slot = runner.start(prompt[:500], "f")
+    slot = runner.start(prompt[:500])
     assert slot.cached == 0
     _read(runner, slot, prompt[:500])
     assert len(_greedy(slot, 3)) == 3
@@ -180,7 +180,7 @@ def test_the_planned_workspace_holds_a_chunk_behind_a_full_cache(runner, prose_i
 
 
 def test_everything_is_given_back(runner, prose_ids):
-    slot = runner.start(prose_ids[3000:4000], None)
+    slot = runner.start(prose_ids[3000:4000])
     slot.prefill(prose_ids[3000:3300])
     slot.discard()
     while runner.prefixes.drop_oldest():
@@ -192,11 +192,11 @@ def test_a_stopped_prefill_keeps_no_more_blocks_than_it_filled(runner, prose_ids
     while runner.prefixes.drop_oldest():
         pass
     prompt = prose_ids[5000:6900]
-    slot = runner.start(prompt, "e")
+    slot = runner.start(prompt)
     slot.prefill(prompt[:300])
     slot.publish("e")
     assert runner.pool.blocks - runner.pool.free == runner.pool.shape.packed_blocks(300)
-    again = runner.start(prompt, "e")
+    again = runner.start(prompt)
     _read(runner, again, prompt)
     again.discard()
 
@@ -204,7 +204,7 @@ def test_a_stopped_prefill_keeps_no_more_blocks_than_it_filled(runner, prose_ids
 def test_old_prefixes_make_room_for_new_prompts(runner, prose_ids):
     prompts = [[i, *prose_ids[:1900]] for i in range(6)]
     for i, prompt in enumerate(prompts):
-        slot = runner.start(prompt, f"chat {i}")
+        slot = runner.start(prompt)
         _read(runner, slot, prompt)
         slot.publish(f"chat {i}")
     assert runner.prefixes.length(np.array([*prompts[-1], 0])) == 1901
@@ -215,10 +215,10 @@ def test_old_prefixes_make_room_for_new_prompts(runner, prose_ids):
 def test_context_limit_is_exact(runner, prose_ids, length, fits):
     prompt = (prose_ids * 2)[:length]
     if fits:
-        runner.start(prompt, None).discard()
+        runner.start(prompt).discard()
         return
     with pytest.raises(ContextTooLong, match=f"{length + 1:,}.*2,048"):
-        runner.start(prompt, None)
+        runner.start(prompt)
 
 
 def test_weights_take_the_planned_bytes(runner):
@@ -279,7 +279,7 @@ def test_a_pattern_for_another_model_is_refused():
 
 def _looked(runner, prompt, question, answer=3):
     """Where a question, from a token of a prompt on, and its answer looked; tokens that were known before."""
-    slot = runner.start(prompt, "looks")
+    slot = runner.start(prompt)
     slot.watch(question)
     _read(runner, slot, prompt)
     _greedy(slot, answer)
@@ -305,14 +305,14 @@ def test_question_and_answer_tell_where_they_looked(watching, prose_ids):
 
 
 def test_who_does_not_ask_is_not_told(watching, prose_ids):
-    slot = watching.start(prose_ids[:700], None)
+    slot = watching.start(prose_ids[:700])
     _read(watching, slot, prose_ids[:700])
     assert slot.looked() is None
     slot.discard()
 
 
 def test_a_question_that_is_not_read_to_its_end_has_looked_nowhere(watching, prose_ids):
-    slot = watching.start(prose_ids[6000:6700], None)
+    slot = watching.start(prose_ids[6000:6700])
     slot.watch(500)
     slot.prefill(prose_ids[6000:6650])
     assert slot.looked() is None

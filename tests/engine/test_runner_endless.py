@@ -27,7 +27,7 @@ def runner():
 
 def test_there_is_no_end_and_memory_stays_the_same(runner, prose_ids):
     assert runner.capacity is None
-    slot = runner.start(prose_ids[:700], None)
+    slot = runner.start(prose_ids[:700])
     cache = slot._cache
     assert isinstance(cache, EndlessCache)
     held = runner.memory().streaming_kv_bytes
@@ -44,7 +44,7 @@ def test_there_is_no_end_and_memory_stays_the_same(runner, prose_ids):
 def test_a_prompt_beyond_the_models_window_is_not_refused(runner, prose_ids):
     """8,192 positions are what the model was made for; tests/models/test_endless.py reads on past them."""
     prompt = prose_ids[:8500]
-    slot = runner.start(prompt, None)
+    slot = runner.start(prompt)
     slot.prefill(prompt[: runner.chunk])
     assert slot._logits.isfinite().all()
     slot.discard()
@@ -52,18 +52,18 @@ def test_a_prompt_beyond_the_models_window_is_not_refused(runner, prose_ids):
 
 def test_second_turn_reads_only_its_new_tokens_and_answers_as_a_fresh_run(runner, prose_ids):
     prompt = prose_ids[:700]
-    slot = runner.start(prompt, "a")
+    slot = runner.start(prompt)
     _read(runner, slot, prompt)
     answer = _greedy(slot, 8)
     slot.publish("a")
     follow_up = prompt + answer + prose_ids[700:760]
-    again = runner.start(follow_up, "a")
+    again = runner.start(follow_up)
     assert again.cached == 708
     _read(runner, again, follow_up)
     again.discard()
     while runner.prefixes.drop_oldest():
         pass
-    fresh = runner.start(follow_up, None)
+    fresh = runner.start(follow_up)
     assert fresh.cached == 0
     _read(runner, fresh, follow_up)
     fresh.discard()

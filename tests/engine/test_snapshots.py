@@ -60,7 +60,7 @@ def _build(folder, measured=None, **settings):
 def _ask(runner, prompt, marks=(), steps=6, chat="a"):
     """(tokens that were not read again, greedy answer)"""
     told = []
-    slot = runner.start(prompt, chat, marks, told.append)
+    slot = runner.start(prompt, marks, told.append)
     while slot.length < len(prompt):
         slot.prefill(prompt[slot.length : slot.length + runner.chunk])
     ids = list(slot.answer(SamplingParams(), steps))
@@ -180,7 +180,7 @@ def test_a_prefill_that_was_killed_goes_on_at_its_last_chunk(tmp_path, prose_ids
         module.CHECKPOINT_S = 0.0
         prompt = json.loads(sys.stdin.read())
         runner = _build(Path({str(tmp_path)!r}))
-        slot = runner.start(prompt, "a")
+        slot = runner.start(prompt)
         for _ in range(3):
             slot.prefill(prompt[slot.length : slot.length + 300])
             runner.snapshots.flush()
@@ -204,7 +204,7 @@ def test_a_prefill_that_was_killed_goes_on_at_its_last_chunk(tmp_path, prose_ids
 def test_a_stopped_prefill_is_saved_too(tmp_path, prose_ids):
     runner = _build(tmp_path)
     prompt = prose_ids[:1800]
-    slot = runner.start(prompt, "a")
+    slot = runner.start(prompt)
     for _ in range(3):
         slot.prefill(prompt[slot.length : slot.length + 300])
     slot.publish("a")
@@ -442,7 +442,7 @@ def test_keeping_that_fails_gives_everything_back_once(tmp_path, prose_ids, fail
     prefixes = runner.prefixes = _Once(runner.prefixes)
     prefixes.fails = fails
     prompt = prose_ids[:500]
-    slot = runner.start(prompt, "a")
+    slot = runner.start(prompt)
     slot.prefill(prompt[:300])
     slot.prefill(prompt[300:])
     with pytest.raises(MemoryError):

@@ -108,7 +108,7 @@ def test_an_answer_by_the_captured_step(poisoned, packed, sink, recent, length):
     graph = runner.graph
     assert graph is not None and isinstance(graph.live, LiveEndless) and runner.capacity is None
     prompt = torch.randint(0, 96, (length,)).tolist()
-    slot = runner.start(prompt, None)
+    slot = runner.start(prompt)
     slot.prefill(prompt)
     plain = slot._cache.fork()
     seen, inner = [], graph.replay

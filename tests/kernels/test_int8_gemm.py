@@ -40,8 +40,5 @@ def test_what_serves_here_is_no_loop(rows):
     assert min(seconds) < 0.05 + rows * 0.005  # 128 rows: 0.02 s with VNNI, 0.06 in fp32, 10 in such a loop
 
 
-def test_a_backend_declines_with_a_reason_and_the_next_serves():
-    choice = INT8_GEMM.choose(CPU)
-    assert choice.backend.declines(CPU) is None
-    assert all(choice.declined.values())
-    assert all("CUDA" in why for why in [int_mm.declines(CPU)])
+def test_a_product_of_gpus_declines_a_cpu():
+    assert "CUDA" in (int_mm.declines(CPU) or "")

@@ -6,7 +6,7 @@ import torch
 from kernels.act_quant.ref import quantize_rows, rms_norm_quantize
 from kernels.norm_rope import rms_norm
 from quant import kv4
-from quant.w8a8 import DenseLinear, W8A8Head, W8A8Linear, quantize_weight
+from quant.w8a8 import DenseLinear, Rows, W8A8Head, W8A8Linear, quantize_weight
 
 
 def test_codes_are_within_half_a_step_and_symmetric():
@@ -65,7 +65,7 @@ def test_the_int8_head_decides_as_the_unquantised_one():
     weight, x = torch.randn(3000, 48), torch.randn(20, 48) * 3
     head = W8A8Head(weight)
     exact = x @ weight.T
-    logits = head(head.prepare(x))
+    logits = head(Rows(x))
     best = exact.topk(20, -1).indices
     torch.testing.assert_close(logits.gather(-1, best), exact.gather(-1, best), rtol=1e-5, atol=1e-4)
     assert torch.equal(logits.argmax(-1), exact.argmax(-1))
