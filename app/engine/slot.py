@@ -73,7 +73,7 @@ class Slot:
             if self.length > self.cached:
                 self._early = list(self._ids), self._cache.fork()
         self._read(chunk_ids)
-        if time.monotonic() - self._saved_at > CHECKPOINT_S and self.length < len(self._prompt):
+        if time.monotonic() - self._saved_at > CHECKPOINT_S and self.length <= self._watched:
             self._save()
 
     def settle(self, least: int) -> int:
@@ -139,7 +139,15 @@ class Slot:
             snapshots.save(ids, self._cache.fork(), labels, wait)
 
     def publish(self, chat_id: str) -> None:
-        """Keeps the committed tokens for the chat's next turn; the slot must not be used after it."""
+        """Keeps the committed tokens for the chat's next turn; the slot must not be used after it.
+
+        Of a prompt that was stopped amid its question those before it, so that all of it is watched the next time.
+        """
+        if self._watched < self.length < len(self._prompt):
+            if self._early is None:  # where it starts from is kept already
+                return self.discard()
+            self._cache.release()
+            (self._ids, self._cache), self._early = self._early, None
         self._save()
         if isinstance(self._cache, DuoCache):
             self._cache.watch = None

@@ -329,6 +329,22 @@ def test_a_question_asked_again_looks_where_it_did(watching, prose_ids, length, 
     np.testing.assert_allclose(again.masses, first.masses, atol=1e-6)
 
 
+@pytest.mark.parametrize("read", [580, 599])  # tokens: chunks that end within the question
+def test_a_question_that_was_stopped_looks_where_it_would_have(watching, prose_ids, read):
+    prompt = prose_ids[9000:9640]
+    slot = watching.start(prompt)
+    slot.watch(570)
+    slot.prefill(prompt[:300])
+    slot.prefill(prompt[300:read])
+    slot.publish("stopped")
+    again, kept = _looked(watching, prompt, 570)
+    assert kept == 512
+    while watching.prefixes.drop_oldest():
+        pass
+    fresh, _ = _looked(watching, prompt, 570)
+    np.testing.assert_allclose(again.masses, fresh.masses, atol=1e-6)
+
+
 def test_a_released_model_leaves_nothing_though_the_collector_passes_it_over(tmp_path):
     checkpoint = open_checkpoint(needle.write_checkpoint(tmp_path, 2000))
     runner = build_runner(checkpoint, needle.pattern(), Settings(context=2000, cache_dir=tmp_path, library_quota=0))
