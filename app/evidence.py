@@ -117,7 +117,8 @@ def passages(looked: Looked, sources: Sequence[Source], tokenizer: TokenBytes, m
                 bounds = _bounds(source.document.text, place)
             key = number, *bounds
             sums[key] = sums.get(key, 0.0) + float(mass)
-            looks.setdefault(key, []).append((place, float(mass)))
+            looks.setdefault(key, []).append((place, max(float(mass), 0.0)))
+    sums = {key: mass for key, mass in sums.items() if mass > 0}
     total, found = sum(sums.values()), _joined(sums, sources)
     best = sorted(found.items(), key=lambda item: (-item[1], item[0]))[:most]
     return [

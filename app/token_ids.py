@@ -94,6 +94,11 @@ class TokenIds:
                 marks.append(Mark(start, source.label))
         return tuple(marks)
 
+    def begin(self, prompt: Sequence[int], frame: int, question: str) -> int:
+        """Where a question begins in a prompt that frames it from token `frame` on; `frame` where that is not found."""
+        ids = self._tokenizer.encode_text(question.strip(), start=False)
+        return frame + (find_ids(np.asarray(prompt[frame:], dtype=np.int64), ids) or 0)
+
     def places(self, prompt: Sequence[int], read: Sequence[Selection]) -> list[Source]:
         """Where in a prompt the documents stand that were read for it; without those whose text is gone."""
         prompt_ids = np.asarray(prompt, dtype=np.int64)

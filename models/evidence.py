@@ -25,7 +25,10 @@ _SHARP = 8192  # tokens that are weighed one by one, in whole blocks; an answer 
 
 @dataclass(frozen=True)
 class Looked:
-    """Tokens of the prompt that were looked at: positions int64 [m], ascending, and their mean attention [m]."""
+    """Tokens of the prompt that were looked at: positions int64 [m], ascending, and their mean attention [m].
+
+    Less than 0 where the words in front of the question gave more, such as those that end every document.
+    """
 
     positions: np.ndarray
     masses: np.ndarray
@@ -34,12 +37,14 @@ class Looked:
 class Watch:
     """Queries of chosen heads (layer, query head), in the decoder's order of heads; the last `rows` of each chunk.
 
-    All of them together belong to the last tokens of their cache, without a gap.
+    All of them together belong to the last tokens of their cache, without a gap. `question`: the token from which on
+    they are of a question; what stands before it frames every question.
     """
 
-    def __init__(self, heads: Iterable[tuple[int, int]], rows: int = 1) -> None:
+    def __init__(self, heads: Iterable[tuple[int, int]], rows: int = 1, question: int = 0) -> None:
         self.heads = tuple(sorted(heads))
         self.rows = rows
+        self.question = question
         self._chosen: dict[int, list[int]] = {}
         for layer, head in self.heads:
             self._chosen.setdefault(layer, []).append(head)
@@ -67,24 +72,24 @@ def attention(cache: DuoCache, watch: Watch, length: int) -> Tensor:
     """What each watched head gave to each of a prompt's `length` tokens, see `_shares`: fp32 [heads, length]."""
     return torch.cat(
         [
-            _shares(query[-1].shape[1], cache, length) @ torch.cat(list(_scores(cache, *query, length)), -1).softmax(-1)
+            _shares(query[-1], cache, watch, length) @ torch.cat(list(_scores(cache, *query, length)), -1).softmax(-1)
             for query in watch.queries(cache.shape.group)
         ]
     )
 
 
-def _shares(rows: int, cache: DuoCache, length: int) -> Tensor:
-    """What the cache's last `rows` tokens count: those of the question as much as those of the answer, fp32 [rows].
+def _shares(q: Tensor, cache: DuoCache, watch: Watch, length: int) -> Tensor:
+    """What each of the watched tokens counts, fp32 [n]: those of the question as much as those of the answer.
 
     The prompt's last token begins the answer. Neither part's length matters: a short question is not lost in a long
-    answer, nor a word in a long question.
+    answer, nor a word in a long question. What frames the question is taken off: its words look where all do.
     """
-    asked = max(rows - (cache.length - length + 1), 0)
-    shares = torch.full((rows,), 1 / (rows - asked), device=cache.pool.device)
-    if asked:
-        shares /= 2
-        shares[:asked] = 0.5 / asked
-    return shares
+    at = torch.arange(cache.length - q.shape[1], cache.length, device=q.device)
+    framing, answer = at < watch.question, at >= length - 1
+    asked = ~framing & ~answer
+    half = 0.5 if asked.any() else 1.0
+    parts = ((framing, -1.0), (asked, half), (answer, half))
+    return sum((weight / part.sum().clamp_min(1) * part for part, weight in parts), torch.zeros_like(at).float())
 
 
 @torch.inference_mode()
@@ -99,13 +104,13 @@ def weigh(cache: DuoCache, watch: Watch, length: int) -> Looked:
     for query in watch.queries(cache.shape.group):
         sums = torch.cat([_by_block(part, shape.block) for part in _scores(cache, *query, length)], -1)
         norms.append(sums.logsumexp(-1, keepdim=True))
-        total += (_shares(sums.shape[1], cache, length) @ (sums - norms[-1]).exp()).sum(0)
+        total += (_shares(query[-1], cache, watch, length) @ (sums - norms[-1]).exp()).sum(0)
     chosen = total.topk(_SHARP // shape.block).indices.sort().values.tolist()
     positions = np.concatenate([np.arange(*starts[block : block + 2]) for block in chosen])
     masses = torch.zeros(len(positions), device=total.device)
     for query, norm in zip(watch.queries(cache.shape.group), norms, strict=True):
         parts = [part for block in chosen for part in _scores(cache, *query, length, block)]
-        masses += (_shares(norm.shape[1], cache, length) @ (torch.cat(parts, -1) - norm).exp()).sum(0)
+        masses += (_shares(query[-1], cache, watch, length) @ (torch.cat(parts, -1) - norm).exp()).sum(0)
     return Looked(positions, (masses / len(watch.heads)).cpu().numpy())
 
 

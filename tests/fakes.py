@@ -102,7 +102,7 @@ class FakeSlot:
             self.ids.append(token)
             assert self.runner.capacity is None or self.length <= self.runner.capacity
 
-    def watch(self, question: int) -> None:
+    def watch(self, frame: int, question: int) -> None:
         self.watched = True
 
     def looked(self) -> None:

@@ -211,7 +211,7 @@ class Engine:
             endless = self.runner.capacity is None
             answer = Answer(job, slot, room, self._detok_factory(request.sampling.stop), endless)
             if request.question is not None:
-                slot.watch(request.question)
+                slot.watch(*request.question)
             reason = answer.write() if answer.read(self.runner.chunk, self.cost) else "cancelled"
             looked = slot.looked() if request.question is not None else None
             if request.chat_id is not None and slot.length:

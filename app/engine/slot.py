@@ -96,11 +96,14 @@ class Slot:
             yield token
             self._read((token,))
 
-    def watch(self, question: int) -> None:
-        """Keeps what tells where question and answer look; the prompt's tokens from `question` on are the question."""
+    def watch(self, frame: int, question: int) -> None:
+        """Keeps what tells where question and answer look; the question is the prompt's tokens from `question` on.
+
+        What frames it, from `frame` on, tells where every question looks.
+        """
         if self._runner.evidence_heads and isinstance(self._cache, DuoCache):
-            self._watch = Watch(self._runner.evidence_heads)
-            self._watched = max(question, len(self._prompt) - WATCHED)
+            self._watch = Watch(self._runner.evidence_heads, question=question)
+            self._watched = max(frame, len(self._prompt) - WATCHED)
 
     def looked(self) -> Looked | None:
         """Where in the prompt question and answer looked so far; None without `watch`, or before all of it is read."""
@@ -144,8 +147,9 @@ class Slot:
         Of a prompt that was stopped amid its question those before it, so that all of it is watched the next time.
         """
         if self._watched < self.length < len(self._prompt):
-            if self._early is None:  # where it starts from is kept already
-                return self.discard()
+            if self._early is None:  # where it started from is kept already
+                self.discard()
+                return
             self._cache.release()
             (self._ids, self._cache), self._early = self._early, None
         self._save()

@@ -45,7 +45,7 @@ class GenerationRequest:
     """One answer to generate: prompt token ids, how to sample, which ids end it, whose cache it may reuse.
 
     What was read up to a mark is kept, in memory and on disk, for every request that begins the same.
-    `question`, where the question begins in the prompt, asks for where it and the answer looked.
+    `question`, where what frames the question and where the question begins, asks for where it and the answer looked.
     """
 
     prompt_ids: tuple[int, ...]
@@ -53,7 +53,7 @@ class GenerationRequest:
     stop_ids: frozenset[int] = frozenset()
     chat_id: str | None = None
     marks: tuple[Mark, ...] = ()
-    question: int | None = None
+    question: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -191,8 +191,9 @@ class LocalService(ChatService):
         chat.update(turn_id, sources=sources, prompt_ids=new_ids)
         marks = loaded.ids.marks(prompt, len(prompt) - len(new_ids), sources)
         read = [source for t in before for source in t.sources] + list(sources)
-        asked = marks[-1].position if marks else len(prompt) - len(new_ids)
-        request = GenerationRequest(prompt, sampling, loaded.stop_ids, chat.id, marks, asked if read else None)
+        frame = marks[-1].position if marks else len(prompt) - len(new_ids)
+        asked = (frame, loaded.ids.begin(prompt, frame, question)) if read else None
+        request = GenerationRequest(prompt, sampling, loaded.stop_ids, chat.id, marks, asked)
 
         def keep(done: Done) -> None:
             ids = tuple(loaded.prompts.answer_ids(done.token_ids, loaded.stop_ids))

@@ -591,6 +591,24 @@ def test_where_documents_end_is_marked(start: Start, document: Document, tmp_pat
     assert seen[1][1] == ()
 
 
+def test_a_question_is_watched_from_what_frames_it(
+    start: Start, document: Document, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = start()
+    seen: list[tuple[int, int]] = []
+    watch = FakeSlot.watch
+    monkeypatch.setattr(FakeSlot, "watch", lambda slot, *places: seen.append(places) or watch(slot, *places))
+    chat = service.new_chat()
+    finish(service.ask(chat, "Nothing to look at?"))
+    finish(service.ask(chat, " Where is it? ", [document]))
+    finish(service.ask(chat, "And who?"))
+    ids = [turn.prompt_ids for turn in chat.turns]
+    prompt = bytes(i % 256 for i in chat.token_ids)
+    assert len(seen) == 2 and prompt[: seen[0][0]].endswith(document.text.strip().encode())
+    assert prompt[seen[0][1] :].startswith(b"Where is it?") and prompt[seen[1][1] :].startswith(b"And who?")
+    assert seen[1][0] == len(chat.token_ids) - len(ids[-1]) - len(chat.turns[-1].answer_ids)  # the turn before
+
+
 def test_a_chat_of_another_model_or_with_lost_ids_is_encoded_anew(start: Start, document: Document) -> None:
     service = start()
     chat = service.new_chat("Be brief.")

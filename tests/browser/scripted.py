@@ -167,7 +167,7 @@ class ScriptedSlot:
     def settle(self, least: int) -> int:
         return self.length
 
-    def watch(self, question: int) -> None:
+    def watch(self, frame: int, question: int) -> None:
         pass
 
     def looked(self) -> Looked:

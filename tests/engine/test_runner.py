@@ -280,7 +280,7 @@ def test_a_pattern_for_another_model_is_refused():
 def _looked(runner, prompt, question, answer=3):
     """Where a question, from a token of a prompt on, and its answer looked; tokens that were known before."""
     slot = runner.start(prompt)
-    slot.watch(question)
+    slot.watch(question, question)
     _read(runner, slot, prompt)
     _greedy(slot, answer)
     looked, cached = slot.looked(), slot.cached
@@ -313,7 +313,7 @@ def test_who_does_not_ask_is_not_told(watching, prose_ids):
 
 def test_a_question_that_is_not_read_to_its_end_has_looked_nowhere(watching, prose_ids):
     slot = watching.start(prose_ids[6000:6700])
-    slot.watch(500)
+    slot.watch(500, 500)
     slot.prefill(prose_ids[6000:6650])
     assert slot.looked() is None
     slot.discard()
@@ -333,7 +333,7 @@ def test_a_question_asked_again_looks_where_it_did(watching, prose_ids, length, 
 def test_a_question_that_was_stopped_looks_where_it_would_have(watching, prose_ids, read):
     prompt = prose_ids[9000:9640]
     slot = watching.start(prompt)
-    slot.watch(570)
+    slot.watch(570, 570)
     slot.prefill(prompt[:300])
     slot.prefill(prompt[300:read])
     slot.publish("stopped")
