@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import signal
 import sys
@@ -98,11 +99,12 @@ def _named(settings: dict[str, Any]) -> dict[str, Any]:
 
 def open_source(service: ChatService, name: str) -> Selection:
     """Read FILE, or FILE:PAGE or FILE:FIRST-LAST where no file has that whole name."""
-    pages = re.fullmatch(r"(.+):(\d+)(?:-(\d+))?", name)
-    if pages is None or Path(name).exists():
+    pages = re.fullmatch(r"(.+):(\d{1,9})(?:-(\d{1,9}))?", name)
+    if pages is None or os.path.exists(name):  # os.path: no error where a name is too long to be one
         file, colon, rest = name.rpartition(":")
-        if colon and not Path(name).exists() and Path(file).is_file():
-            raise UsageError(f"{rest!r} is no page range. Give FILE:PAGE or FILE:FIRST-LAST, such as book.pdf:10-25.")
+        if colon and not os.path.exists(name) and os.path.isfile(file):
+            shown = repr(rest[:40])
+            raise UsageError(f"{shown} is no page range. Give FILE:PAGE or FILE:FIRST-LAST, such as book.pdf:10-25.")
         return Selection.whole(service.add_document(Path(name).expanduser()))
     document: Document = service.add_document(Path(pages[1]).expanduser())
     first, last = int(pages[2]), int(pages[3] or pages[2])

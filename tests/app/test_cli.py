@@ -406,7 +406,15 @@ def run_cli(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("pages", "told"), [("a-b", "no page range"), ("-1", "no page range"), ("5-3", "after the last")]
+    ("pages", "told"),
+    [
+        ("a-b", "no page range"),
+        ("-1", "no page range"),
+        ("5-3", "after the last"),
+        ("9" * 5000, "no page range"),
+        ("1-" + "9" * 5000, "no page range"),
+    ],
+    ids=lambda text: text[:20],
 )
 def test_a_wrong_page_range_is_told_as_such(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], pages: str, told: str
