@@ -37,8 +37,10 @@ def read_safely(path: Path, name: str = "", limits: Limits | None = None) -> Doc
 
 
 def _needs_care(path: Path, name: str) -> bool:
-    if path.is_dir() or PurePath(name or path.name).suffix.lower() in _SUFFIXES:
+    if os.path.isdir(path) or PurePath(name or path.name).suffix.lower() in _SUFFIXES:
         return True
+    if not os.path.isfile(path):  # opening a pipe would wait for whoever writes into it
+        return False
     try:
         with path.open("rb") as file:
             head = file.read(1024)

@@ -66,7 +66,7 @@ def read_document(path: Path, name: str = "", limits: Limits | None = None) -> D
     """
     limits = limits or Limits()
     name = display_name(name or path.resolve().name)
-    if path.is_dir():
+    if os.path.isdir(path):  # os.path: no error where a name is too long to be one
         extract = codebase.read_folder(path, name, limits, _inside(limits))
         data = "".join(extract.pages).encode()
     else:
@@ -82,7 +82,7 @@ def display_name(name: str) -> str:
 
 
 def _load(path: Path, name: str, limits: Limits) -> bytes:
-    if not path.exists():
+    if not os.path.exists(path):
         raise BadDocument(f"{path}: there is no such file.")
     if not path.is_file():
         raise BadDocument(f"{path} is no regular file. Name a file or a folder.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -72,6 +73,18 @@ def test_refusals_come_back_as_they_are(tmp_path: Path) -> None:
         read_safely(path, "a.pdf", Limits(max_chars=10))
     with pytest.raises(BadDocument, match="no such file"):
         read_safely(tmp_path / "gone.pdf")
+    with pytest.raises(BadDocument, match="no such file"):
+        read_safely(tmp_path / ("long" * 100))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.txt"
+    os.mkfifo(pipe)
+    code = "import sys; from pathlib import Path; from app.documents import read_safely; read_safely(Path(sys.argv[1]))"
+    command = [sys.executable, "-c", code, str(pipe)]  # apart: it can be ended where it waits
+    done = subprocess.run(command, cwd=apart._ROOT, capture_output=True, text=True, timeout=30, check=False)
+    assert "is no regular file" in done.stderr
 
 
 def _reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> Path:
