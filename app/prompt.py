@@ -13,13 +13,14 @@ from jinja2 import TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from app.errors import UsageError
 from models.errors import UnsupportedModel
 
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'].capitalize() + ': ' + message['content'] + '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-_PRIVATE = range(0xE000, 0xF8FF)
+_PRIVATE = range(0xE000, 0xF900)
 
 
 class PromptTokenizer(Protocol):
@@ -165,5 +166,5 @@ def _unused(text: str, count: int) -> list[str]:
     taken = set(text)
     free = [chr(code) for code in _PRIVATE if chr(code) not in taken][:count]
     if len(free) < count:
-        raise ValueError("The text uses every private-use character there is.")
+        raise UsageError("The text holds every private-use character (U+E000 to U+F8FF). Leave two of them out.")
     return free

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from app.embedded import embedded_model_path
+from app.errors import UsageError
 from app.prompt import Encoded, PromptBuilder
 from app.tokenizer import Tokenizer
 from models.errors import UnsupportedModel
@@ -182,3 +183,10 @@ def test_texts_cannot_break_out_of_the_template() -> None:
     text = "{{ 7 * 7 }}{% raw %}"
     prompt = PromptBuilder(FakeTokenizer()).first([text])
     assert FakeTokenizer().decode(prompt) == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_text_with_every_private_character_is_refused_in_plain_words() -> None:
+    text = "".join(map(chr, range(0xE000, 0xF900)))
+    assert PromptBuilder(FakeTokenizer()).first([text[2:]])
+    with pytest.raises(UsageError, match="every private-use character"):
+        PromptBuilder(FakeTokenizer()).first([text])
