@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from app.errors import NotReady, OctavoError, describe
@@ -59,6 +60,8 @@ class ApiRoute(APIRoute):
                 return await handle(request)
             except (HTTPException, RequestValidationError):  # told by their handlers
                 raise
+            except ClientDisconnect:  # nobody is there to be answered
+                return Response(status_code=400)
             except Exception as error:
                 return error_response(error)
 

@@ -17,6 +17,7 @@ import openai
 import pytest
 
 from app.access import Access
+from app.api.errors import ApiRoute
 from app.api.store import FileStore
 from app.documents import Limits
 from app.local import LocalService
@@ -316,6 +317,32 @@ def test_a_client_that_goes_before_its_answer_begins_ends_it(
         time.sleep(0.05)
     assert 'octavo_requests_total{end="cancelled"} 1.0' in httpx.get(f"{url}/metrics").text
     assert len(steps) < 1000  # of the 1,490 steps that the whole answer takes
+
+
+def test_an_upload_that_breaks_off_leaves_nothing_in_the_log(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = threading.Event()
+    handler = ApiRoute.get_route_handler
+
+    def watched(route: ApiRoute) -> Any:
+        handle = handler(route)
+
+        async def told(request: Any) -> Any:
+            try:
+                return await handle(request)
+            finally:
+                ended.set()
+
+        return told
+
+    monkeypatch.setattr(ApiRoute, "get_route_handler", watched)
+    address = urlsplit(start())
+    with socket.create_connection((address.hostname, address.port)) as client:
+        head = f"POST /v1/files HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Length: 9999\r\n"
+        client.sendall(f"{head}Content-Type: multipart/form-data; boundary=x\r\n\r\n--x\r\n".encode())
+    assert ended.wait(30)
+    assert caplog.text == ""
 
 
 def _pace(steps: list[str]) -> Callable[[str, FakeSlot], None]:
