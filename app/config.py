@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -121,8 +122,8 @@ class Settings:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if any(not all(person.partition(":")[::2]) for person in self.auth):
             raise UsageError("--auth must be USER:PASSWORD, both of them not empty.")
-        if any(len(key) < 8 or key.split() != [key] for key in self.api_key):
-            raise UsageError("--api-key must have at least 8 characters and no spaces.")
+        if any(not re.fullmatch("[!-~]{8,}", key) for key in self.api_key):  # headers carry no other characters safely
+            raise UsageError("--api-key must have at least 8 characters, all of them printable ASCII, and no spaces.")
         if self.pattern is not None and not self.pattern.is_dir():
             raise UsageError(f"--pattern: {self.pattern} is not a directory with full_attention_heads.tsv in it.")
 

@@ -222,6 +222,12 @@ def test_keys_and_passwords(start: Start) -> None:
     assert httpx.get(f"{url}/health").status_code == 200
 
 
+def test_a_password_may_have_any_letters(start: Start) -> None:
+    url = start(access=Access(["zoë:pässwörd€"]))
+    assert httpx.get(f"{url}/v1/files", auth=("zoë", "pässwörd€")).status_code == 200  # sent in UTF-8, as browsers do
+    assert httpx.get(f"{url}/v1/files", auth=("zoë", "password")).status_code == 401
+
+
 def test_pages_of_other_sites_may_not_ask(start: Start) -> None:
     url = start()
     body = {"model": MODEL, "prompt": "x"}

@@ -72,6 +72,8 @@ def test_endless_mode_refuses_what_would_mean_nothing_in_it(values: dict[str, ob
         ({"port": 70000}, "--port"),
         ({"pattern": "/no/such/folder"}, "--pattern"),
         ({"model": " "}, "--model"),
+        ({"api_key": ["kéy12345678"]}, "--api-key.*ASCII"),
+        ({"api_key": ["key-1234\x7f"]}, "--api-key.*ASCII"),
     ],
 )
 def test_wrong_values_name_their_flag(values: dict[str, object], named: str) -> None:
