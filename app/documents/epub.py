@@ -33,7 +33,8 @@ def read(archive: Archive, name: str, limits: Limits) -> Extract:
         raise archive.damaged("it names no contents")
     package = parse(archive, packages[0])
     listed = _spine(package, posixpath.dirname(packages[0]))
-    chapters = [chapter for chapter in listed if chapter in members]
+    # Each file once: parts of one that the book lists apart are all in it.
+    chapters = [chapter for chapter in dict.fromkeys(listed) if chapter in members]
     missing = _missing([chapter for chapter in listed if chapter not in members], len(listed))
     pages: list[str] = []
     chars = 0

@@ -84,6 +84,12 @@ def test_chapters_that_are_missing_are_named_and_the_others_read(tmp_path: Path)
     assert read(tmp_path, whole, "a.epub").warnings == ()
 
 
+def test_a_file_that_the_book_names_often_is_read_once(tmp_path: Path) -> None:
+    often = PACKAGE.replace('<itemref idref="one"/>', '<itemref idref="one"/>' * 1000)
+    document = read(tmp_path, book(OEBPS__book_opf=often), "a.epub")
+    assert document.text == "A Book\n\n# One\n\nFirst words.\nÜnd zwei.\n"
+
+
 def test_a_book_without_any_of_its_chapters_names_them(tmp_path: Path) -> None:
     many = "".join(f'<item id="c{n}" href="{n}.html" media-type="text/html"/>' for n in range(9))
     spine = "".join(f'<itemref idref="c{n}"/>' for n in range(9))
