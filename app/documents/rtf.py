@@ -26,7 +26,7 @@ def read(data: bytes, name: str, limits: Limits) -> Extract:
     try:
         text = rtf_to_text(_PAGE.sub(lambda found: found[1] or r"\'0c", source), encoding, "replace")
     except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
-        raise BadDocument(f"{name} is a damaged RTF file: {error}. Open it and save it again.") from error
+        raise BadDocument(f"{name} is a damaged RTF file: its codes make no sense. Open and save it again.") from error
     # Characters outside of the first plane come as two halves each.
     text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     limits.check_chars(name, len(text))

@@ -140,8 +140,9 @@ def test_damaged_rtf_is_told(tmp_path: Path) -> None:
     for number, text in enumerate((r"{\rtf1}", r"{\rtf1 \u99999999999999?}", r"{\rtf1}}}}}}" + "{" * 10_000)):
         path = tmp_path / f"{number}.rtf"
         path.write_text(text)
-        with pytest.raises(BadDocument, match="holds no text|damaged RTF"):
+        with pytest.raises(BadDocument, match="holds no text|damaged RTF") as caught:
             read_safely(path)
+        assert "Python" not in str(caught.value)
 
 
 def test_hostile_rtf_takes_seconds(tmp_path: Path) -> None:
