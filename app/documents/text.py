@@ -71,7 +71,7 @@ def decode(data: bytes, name: str, declared: str | None = None) -> Decoded:
     controls = len(data) - len(data.translate(None, _CONTROL_BYTES))
     # UTF-16 without a mark: Latin letters bring zeros, which UTF-8 would take for characters; others break UTF-8.
     if controls * 100 > len(data) and (as_utf8.undecodable or data.count(0) * 10 > len(data)):
-        utf16 = _unmarked_utf16(data)
+        utf16 = _unmarked_utf16(data, not as_utf8.undecodable)
         if utf16:
             return _lossy(data, utf16)
     # Eight stray control bytes are a text's dirt; one byte in 25 makes it a binary (random bytes have one in ten).
@@ -101,8 +101,12 @@ def _known(label: str | None) -> str | None:
     return _WIDENED.get(name, name) if _EIGHT_BIT.match(name) else None
 
 
-def _unmarked_utf16(data: bytes) -> str | None:
-    """The byte order in which the bytes are UTF-16 of assigned, printable characters, if there is one."""
+def _unmarked_utf16(data: bytes, is_utf8: bool) -> str | None:
+    """The byte order in which the bytes are UTF-16 of assigned, printable characters, if there is one.
+
+    Bytes that are UTF-8 as well can only be UTF-16 of an alphabet: Chinese or Japanese would break UTF-8, while two
+    letters of ASCII side by side look like one Chinese character.
+    """
     if len(data) % 2 and len(data) < 64:  # a cut-off last unit is believed of a longer file only
         return None
     found: tuple[int, str] | None = None
@@ -110,6 +114,8 @@ def _unmarked_utf16(data: bytes) -> str | None:
         try:
             sample = data[: len(data) & ~1].decode(encoding)[:4096]
         except UnicodeDecodeError:
+            continue
+        if is_utf8 and sum(c >= "\u3000" for c in sample) * 4 > len(sample):
             continue
         odd = sum(unicodedata.category(c) in ("Cc", "Cn", "Co") and c not in "\t\n\r\f" for c in sample)
         if odd * 50 <= len(sample) and (found is None or odd < found[0]):
