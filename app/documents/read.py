@@ -15,6 +15,8 @@ from app.errors import BadDocument, DocumentTooLarge
 _TRY = "Save it as PDF, DOCX or plain text and upload that."
 _ARCHIVE = "Unpack it and upload the files inside."
 
+# Marks that turn the direction of writing: in a name they can make an ending look like another.
+_BIDI = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
 _OFFICE = (".docx", ".xlsx", ".pptx", ".odt", ".ods", ".odp")
 # Openings of common files that hold no text of their own: (offset, magic, what it is, what to do).
@@ -78,7 +80,7 @@ def read_document(path: Path, name: str = "", limits: Limits | None = None) -> D
 def display_name(name: str) -> str:
     """The last part of a path, on one line: the name goes into the prompt and onto the page."""
     base = re.split(r"[/\\]", name.rstrip("/\\"))[-1]
-    return " ".join(clean(base)[0].split())[:120] or "document"
+    return " ".join(_BIDI.sub("", clean(base)[0]).split())[:120] or "document"
 
 
 def _load(path: Path, name: str, limits: Limits) -> bytes:

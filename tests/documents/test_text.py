@@ -131,6 +131,7 @@ def test_missing_files_and_folders(tmp_path: Path) -> None:
         ("../../etc/passwd", "passwd"),
         ("C:\\a\\b.txt", "b.txt"),
         ("two\nlines\0.md", "two lines.md"),
+        ("a\u202efdp.exe\u2066\u200e", "afdp.exe"),
         ("\n", "document"),
     ],
 )
