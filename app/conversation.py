@@ -62,7 +62,8 @@ def exchanges(messages: Sequence[Message]) -> tuple[str | None, list[Exchange]]:
         seen.update(sources)
         answer = merged[at + 1].text if at + 1 < len(merged) else None
         if not merged[at].text.strip():
-            raise UsageError("A user's message has no text: ask something about its file.")
+            about = " about its file" if merged[at].sources else ""
+            raise UsageError(f"A user's message has no text: ask something{about}.")
         found.append(Exchange(merged[at].text, tuple(sources.values()), answer))
     return "\n\n".join(system) or None, found
 

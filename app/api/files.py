@@ -108,11 +108,12 @@ def open_document(store: FileStore, ref: FileRef, owner: str) -> Document:
     head, comma, body = ref.file_data.partition(",")
     if comma and not (head.startswith("data:") and head.endswith(";base64")):
         raise ApiError("file_data must be base64, bare or as data:TYPE;base64,...", param="messages")
+    body = body if comma else head
     limit = Limits().max_bytes
-    if len(body or head) > limit * 4 // 3 + 4:
+    if len(body) > limit * 4 // 3 + 4:
         raise DocumentTooLarge(f"file_data is larger than {limit >> 20} MiB. Store it with /v1/files, or split it.")
     try:
-        data = base64.b64decode(body or head, validate=True)
+        data = base64.b64decode(body, validate=True)
     except ValueError as error:  # also for letters that are no ASCII
         raise ApiError(f"file_data is no base64: {error}.", param="messages") from error
     with scratch.temporary_folder() as folder:

@@ -99,8 +99,20 @@ def test_documents_in_messages_are_base64(client: openai.OpenAI) -> None:
             client.chat.completions.create(
                 model=MODEL, messages=ask({"type": "file", "file": {"file_data": wrong}}, "What?")
             )
+    for empty in ("", "data:;base64,"):
+        with pytest.raises(openai.APIStatusError, match="is empty"):
+            client.chat.completions.create(
+                model=MODEL, messages=ask({"type": "file", "file": {"file_data": empty}}, "What?")
+            )
     with pytest.raises(openai.BadRequestError, match="either"):
         client.chat.completions.create(model=MODEL, messages=ask({"type": "file", "file": {}}, "What?"))
+
+
+def test_a_message_without_a_text_is_told_of_its_file_where_it_has_one(client: openai.OpenAI) -> None:
+    stored = {"type": "file", "file": {"file_data": "data:;base64,YQ=="}}
+    for messages, told in ((ask(""), r"ask something\."), (ask(stored), r"ask something about its file\.")):
+        with pytest.raises(openai.BadRequestError, match=told):
+            client.chat.completions.create(model=MODEL, messages=messages)
 
 
 def test_other_faults_have_their_own_status(start: Start) -> None:
