@@ -216,6 +216,10 @@ def test_plans_that_cannot_be_made_say_why(monkeypatch: pytest.MonkeyPatch, tmp_
         plan_context(Settings(), 0, config_file)
     with pytest.raises(UsageError, match=r"cannot be read as a config\.json"):
         plan_context(Settings(), 1000, tmp_path / "missing.json")
+    with pytest.raises(UsageError, match="--sink-tokens is 4,194,305; this model's window is 4,194,304 tokens"):
+        plan_context(Settings(sink=4194305), 1000, config_file)
+    with pytest.raises(UsageError, match="--recent is 4,194,305; this"):
+        plan_context(Settings(recent=4194305), 1000, config_file)
     with pytest.raises(UsageError, match="no such file"):
         plan_context(Settings(model="/no/where"), 1000)
     no_hub(monkeypatch, errors.OfflineModeIsEnabled("x"))
