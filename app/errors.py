@@ -74,4 +74,6 @@ def describe(error: BaseException) -> tuple[str, int, int]:
         return "Out of memory while answering. Shorten the context or free memory, then ask again.", 507, 1
     if isinstance(error, OSError) and error.errno in _DISK:
         return f"{_DISK[error.errno]} Nothing is changed.", 507, 1
+    if isinstance(error, ModuleNotFoundError):
+        return f"This Python lacks {error.name}. Start Octavo with ./launch.sh, which installs all it needs.", 500, 1
     return f"Unexpected {type(error).__name__}: {error}", 500, 1

@@ -379,6 +379,15 @@ def test_doctor_tells_kernels_and_why_others_declined(capfd: pytest.CaptureFixtu
         assert word in out
 
 
+def test_a_package_that_is_missing_is_told_with_what_installs_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "app.cli_doctor", raising=False)
+    assert main(["doctor"]) == 1
+    assert capfd.readouterr().err.startswith("octavo: This Python lacks torch. Start Octavo with ./launch.sh")
+
+
 def test_bench_calls_the_benchmark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
