@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from app.engine.snapshot_tree import Saved, SnapshotTree, key_after
+from app.words import size
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
 from models.cache.snapshot import Snapshot, read_chain, write_snapshot
@@ -245,7 +246,7 @@ class SnapshotStore:
             fits = self._tree.make_room(need, self.quota, {saved.snapshot.key for saved in chain}, pinned)
         if not fits:
             self._note(
-                f"The library is full: {need / 1e9:.1f} GB more do not fit into {self.quota / 1e9:.1f} GB, or the disk "
+                f"The library is full: {size(need)} more do not fit into {size(self.quota)}, or the disk "
                 "is. Unpin a document, remove one, or raise --library-quota."
             )
             return
