@@ -87,7 +87,7 @@ class ChatService(ABC):
         """Make it ready: slow. Never raises; a failure is kept in `load_error`, which later calls raise.
 
         `progress(stage, fraction)` is told what goes on, with fractions from 0 to 1. Without `documents` it is not
-        made ready to tell what an answer rests on.
+        made ready to tell where it looks in them.
         """
 
     @abstractmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from functools import lru_cache
 from html import escape
 from typing import Any
@@ -20,7 +19,6 @@ from app.ui.pieces import Pieces
 from app.words import plural
 
 _LOOP = "Stopped here: it began to repeat itself. Balanced, or a repetition penalty of 1.1, may help: see Settings."
-_TERM = re.compile(r"\d+|\w{4,}")  # words that carry something
 
 
 def messages(conversation: Conversation, first: int) -> list[Any]:
@@ -62,7 +60,6 @@ def turns(conversation: Conversation, first: int) -> str:
                 "after": ids[at + 1] if at + 1 < len(ids) else "",
                 "live": conversation.live(turn) is not None,
                 "passages": [_card_facts(passage, read.get(passage.document)) for passage in turn.passages],
-                "rests": _rests(turn),
                 "quotes": [
                     {"text": q.text, "found": bool(q.name), "place": told(q, read.get(q.document or ""))}
                     for q in turn.quotes
@@ -81,15 +78,6 @@ def _card_facts(passage: Passage, document: Document | None) -> dict[str, Any]:
     before = cut + text[passage.shown : low]
     said = {"before": before, "key": text[low:high], "after": text[high:]}
     return {"place": told(passage, document), "code": code, "strength": passage.strength, **said}
-
-
-def _rests(turn: Turn) -> bool:
-    """Whether an answer says anything that stands in its passages and not in the question.
-
-    One that found nothing has looked somewhere all the same, and rests on nothing.
-    """
-    said = set(_TERM.findall(turn.answer.casefold())) - set(_TERM.findall(turn.question.casefold()))
-    return any(said & set(_TERM.findall(passage.excerpt.casefold())) for passage in turn.passages)
 
 
 def _memory_line(begins: MemoryBegins, where: str) -> str:

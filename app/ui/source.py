@@ -1,4 +1,4 @@
-"""The place in a document that an answer rests on, as HTML; every text from outside is escaped here."""
+"""A place in a document that was looked at or quoted, as HTML; every text from outside is escaped here."""
 
 from __future__ import annotations
 

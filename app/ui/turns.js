@@ -45,7 +45,7 @@ function toolbar(turn, number, last) {
   return bar;
 }
 
-// ---- what an answer rests on: a card a passage, and its quotes with whether they are in the documents
+// ---- where the model looked for an answer: a card a passage, and its quotes with whether they are in the documents
 function part(tag, kind, text = "") {
   const element = document.createElement(tag);
   element.className = kind;
@@ -60,7 +60,7 @@ function evidence(turn, number) {
   const passages = turn.passages.length;
   const found = turn.quotes.filter((quote) => quote.found).length;
   const facts = [];
-  if (passages) facts.push(`${turn.rests ? "Rests on" : "Looked at"} ${passages} ${passages === 1 ? "passage" : "passages"}`);
+  if (passages) facts.push(`Looked at ${passages} ${passages === 1 ? "passage" : "passages"}`);
   if (turn.quotes.length) facts.push(`${found} of ${turn.quotes.length} quotes found in the documents`);
   const summary = part("summary", "", facts.join(" \u00b7 "));
   summary.setAttribute("aria-label", `Evidence for answer ${number}: ${summary.textContent}`);

@@ -1,4 +1,4 @@
-"""What an answer rests on, as a person sees it: cards, quotes, and the document's page behind a card."""
+"""Where the model looked for an answer, as a person sees it: cards, quotes, and the document's page behind a card."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_cards_lead_to_the_place_in_the_document(
     add(page, texts("<b>notes.txt", "ochre", 12))
     ask(page, "What is the code word?")
     page.wait_for_selector(".oc-evidence summary")
-    assert page.inner_text(".oc-evidence summary") == "Rests on 1 passage \u00b7 1 of 2 quotes found in the documents"
+    assert page.inner_text(".oc-evidence summary") == "Looked at 1 passage \u00b7 1 of 2 quotes found in the documents"
     page.click(".oc-evidence summary")
     assert "code word is ochre" in page.inner_text(".oc-passage .oc-excerpt")
     assert page.inner_text(".oc-passage b").startswith("<b>notes.txt, page 4, line")

@@ -92,13 +92,11 @@ def test_an_archive_says_how_many_files_it_has() -> None:
     assert "<span>2 files</span><span>4 parts</span>" in shown and "read parts" in shown
 
 
-@pytest.mark.parametrize(("answer", "rests"), [("Retries are in retry().", True), ("I cannot find any reason.", False)])
-def test_an_answer_that_says_nothing_of_its_passages_does_not_rest_on_them(answer: str, rests: bool) -> None:
+def test_a_card_has_its_place_and_the_words_that_were_looked_at_most() -> None:
     found = passage(SHOP, 25, len(SHOP.text), "    def retry(): # reason")
     chat = Chat()
-    chat.add(Turn("What is the reason?", (Selection.whole(SHOP),), (), (), answer, "stop", passages=(found,)))
+    chat.add(Turn("What is the reason?", (Selection.whole(SHOP),), (), (), "It is retried.", "stop", passages=(found,)))
     facts = _facts(chat)
-    assert facts["rests"] is rests
     assert facts["passages"][0]["place"] == "net/client.py, line 1" and facts["passages"][0]["code"]
     assert facts["passages"][0]["key"].startswith("    def")
 
