@@ -235,10 +235,9 @@ class ChatService(ABC):
         """Bytes on disk of what was read of a document, or of everything; 0 where nothing is saved."""
         return 0
 
-    @property
-    def saved_labels(self) -> frozenset[str]:
-        """Labels of the documents that were read at the settings in force and are on disk."""
-        return frozenset()
+    def opens_at_once(self, label: str) -> bool:
+        """Whether a chat that begins with this document of the library need not read it again."""
+        return False
 
     @property
     def saved_quota(self) -> int:

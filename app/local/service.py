@@ -41,6 +41,7 @@ class LocalService(ChatService):
         self._loaded: Loaded | None = None
         self._lock = threading.Lock()
         self._answers = AnswerMemory()
+        self._opens: dict[str, tuple[tuple[str, int], bool]] = {}  # by label: of what state, and whether it does
 
     @property
     def ready(self) -> bool:
@@ -307,9 +308,18 @@ class LocalService(ChatService):
     def saved_bytes(self, label: str | None = None) -> int:
         return snapshots.bytes_of(label) if (snapshots := self._snapshots) is not None else 0
 
-    @property
-    def saved_labels(self) -> frozenset[str]:
-        return snapshots.labels() if (snapshots := self._snapshots) is not None else frozenset()
+    def opens_at_once(self, label: str) -> bool:
+        if (loaded := self._loaded) is None or (snapshots := loaded.snapshots) is None:
+            return False
+        if label not in snapshots.labels():
+            return False
+        state = snapshots.kind, snapshots.bytes_of(label)
+        known = self._opens.get(label)
+        if known is None or known[0] != state:  # what is saved changes seldom, and texts are long
+            document = self.library.documents.get(label)
+            known = state, document is not None and _saved_alone(loaded, snapshots, document)
+            self._opens[label] = known
+        return known[1]
 
     @property
     def saved_quota(self) -> int:
@@ -359,6 +369,17 @@ class LocalService(ChatService):
         if (loaded := self._loaded) is None:
             raise self._why_not_ready()
         return loaded
+
+
+def _saved_alone(loaded: Loaded, snapshots: SnapshotStore, document: Document) -> bool:
+    """Whether a cache on disk ends with the whole document and has but the template ahead of it.
+
+    One that was read behind another document, or behind a system prompt, is of use only there.
+    """
+    whole = [Selection.whole(document)]
+    ids = loaded.ids.added(True, None, whole, "")
+    marks = loaded.ids.marks(ids, 0, whole)
+    return bool(marks) and snapshots.length(np.asarray(ids[: marks[0].position])) == marks[0].position
 
 
 def _digest(ids: Sequence[int]) -> str:

@@ -142,7 +142,7 @@ class Drawing:
         held, quota = service.saved_bytes(), service.saved_quota
         note = session.conversation.unsaved or unread or service.saved_note
         library = sidebar.library(
-            known, service.saved_labels, service.saved_bytes, service.reading_seconds, held, quota, note
+            known, service.opens_at_once, service.saved_bytes, service.reading_seconds, held, quota, note
         )
         return {parts.chats: chats, parts.library: library}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from html import escape
 
 from app.library import Shelved
@@ -55,7 +55,7 @@ def _chat(entry: Listed, current: bool, running: bool) -> str:
 
 def library(
     entries: list[Shelved],
-    ready: Container[str],
+    ready: Callable[[str], bool],
     bytes_of: Callable[[str], int],
     seconds_of: Callable[[int], float | None],
     held: int,
@@ -64,14 +64,18 @@ def library(
 ) -> str:
     """The list of documents that were read, and the disk that they take; `note` is what went wrong there last.
 
-    ready: labels of those that open without being read again at the settings in force; `bytes_of` tells what of a
-    document is on disk, at whatever settings; `seconds_of` how long so many tokens take to be read.
+    `ready` tells by its label whether a chat that begins with a document need not read it again; `bytes_of` what of it
+    is on disk, behind whatever and at whatever settings; `seconds_of` how long so many tokens take to be read.
     """
     told = f'<p class="oc-none" role="status">{escape(note)}</p>' if note else ""
     if not entries:
-        none = "A document that was read once opens at once the next time."
+        none = (
+            "A document that a chat began with opens at once when another one begins with it."
+            if quota
+            else "Documents that were asked about are listed here."
+        )
         return f'<h2>Library</h2><p class="oc-none">{none}</p>{told}'
-    items = "".join(_document(entry, entry.label in ready, bytes_of(entry.label), seconds_of) for entry in entries)
+    items = "".join(_document(entry, ready(entry.label), bytes_of(entry.label), seconds_of) for entry in entries)
     disk = ""
     if quota:
         share = min(100.0, 100 * held / quota)
@@ -84,19 +88,21 @@ def library(
 
 def _document(entry: Shelved, ready: bool, held: int, seconds_of: Callable[[int], float | None]) -> str:
     name = escape(entry.name)
+    why = ""
     facts = [plural(entry.tokens, "token") if entry.tokens else plural(entry.pages, "page")]
     if ready:
         facts.append(f"ready ({size(held)})" if held else "ready")
     elif entry.tokens and (seconds := seconds_of(entry.tokens)) is not None:
         facts.append(f"read anew in {duration(seconds)}")
     if held and not ready:
-        facts.append(f"{size(held)} of other settings")
+        facts.append(f"{size(held)} on disk")
+        why = ". What is on disk was read behind something else, or at other settings"
     pinned = "true" if entry.pinned else "false"
     pin = "Let go of" if entry.pinned else "Keep"
     told = f"<span>{name}</span><small>{', '.join(facts)}</small>"
     return (
         f'<li data-id="{entry.label}" class="oc-item oc-doc"><button type="button" class="oc-open" data-do="use"'
-        f' title="Add {name} to the next question; used {_ago(entry.used)}">{told}</button>'
+        f' title="Add {name} to the next question; used {_ago(entry.used)}{why}">{told}</button>'
         f'<button type="button" class="oc-mini" data-do="pin" data-pinned="{pinned}" aria-pressed="{pinned}"'
         f' aria-label="{pin} {name} whatever the disk\'s quota" title="{pin} whatever the quota">{_PIN}</button>'
         f'<button type="button" class="oc-mini" data-do="forget" data-pinned="{pinned}"'

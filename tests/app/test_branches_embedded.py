@@ -87,12 +87,12 @@ def test_a_second_service_opens_the_document_from_disk(service: LocalService, do
     snapshots = service._need().snapshots
     assert snapshots is not None
     snapshots.flush()
-    label = chat.turns[0].sources[0].label
-    assert service.saved_bytes(label) > 0 and label in service.saved_labels
+    label = service.library.owner("a browser's secret").add(document)
+    assert service.saved_bytes(label) > 0 and service.opens_at_once(label)
     other = LocalService(replace(service.settings, kv="kv8"))
     other.load()
     try:
-        assert other.saved_bytes(label) > 0 and label not in other.saved_labels
+        assert other.saved_bytes(label) > 0 and not other.opens_at_once(label)
     finally:
         other.close()
     again = LocalService(service.settings)
@@ -108,6 +108,32 @@ def test_a_second_service_opens_the_document_from_disk(service: LocalService, do
         assert again.saved_bytes(label) == 0
     finally:
         again.close()
+
+
+def test_a_document_is_ready_only_where_it_was_read_ahead_of_all_others(
+    service: LocalService, tmp_path: Path, prose: str
+) -> None:
+    paths = tmp_path / "short.txt", tmp_path / "second.txt"
+    paths[0].write_text(prose[4000:4800], encoding="utf-8")  # too short to be saved by itself
+    paths[1].write_text(prose[5000:9000], encoding="utf-8")
+    short, second = map(service.add_document, paths)
+    label = service.library.owner("a browser's secret").add(second)
+    snapshots = service._need().snapshots
+    assert snapshots is not None
+
+    def read(*documents: Document, system: str | None = None) -> None:
+        service.ask(service.new_chat(system), "What is said?", documents, GREEDY).result()
+        snapshots.flush()
+        assert service.saved_bytes(label) > 0
+
+    read(short, second)
+    assert not service.opens_at_once(label)
+    read(second, system="Answer in one word.")
+    assert not service.opens_at_once(label)
+    read(second)
+    assert service.opens_at_once(label)
+    service.forget(label)
+    assert not service.opens_at_once(label)
 
 
 def test_a_saved_chat_goes_on_after_a_restart(service: LocalService, document: Document, tmp_path: Path) -> None:

@@ -25,12 +25,21 @@ def test_a_document_is_ready_where_it_was_read_at_these_settings() -> None:
     entry = Shelved("a", "a.txt", 3, 0.0, 0.0, 5000)
 
     def told(ready: set[str], held: int) -> str:
-        return sidebar.library([entry], ready, lambda label: held, lambda tokens: 7.0, held, 0)
+        return sidebar.library([entry], ready.__contains__, lambda label: held, lambda tokens: 7.0, held, 0)
 
     assert "5,000 tokens, ready (2 MB)" in told({"a"}, 2_000_000)
     assert "5,000 tokens, ready<" in told({"a"}, 0)  # another document counts its files
-    assert "5,000 tokens, read anew in 7 s, 2 MB of other settings<" in told(set(), 2_000_000)
+    assert "5,000 tokens, read anew in 7 s, 2 MB on disk<" in told(set(), 2_000_000)
     assert "5,000 tokens, read anew in 7 s<" in told(set(), 0)
+    assert "behind something else, or at other settings" in told(set(), 1) and "something else" not in told({"a"}, 1)
+
+
+def test_an_empty_library_promises_what_is_kept() -> None:
+    def told(quota: int) -> str:
+        return sidebar.library([], lambda label: False, lambda label: 0, lambda tokens: None, 0, quota)
+
+    assert "opens at once when another one begins with it" in told(1 << 30)
+    assert "at once" not in told(0)
 
 
 def above(conversation: Conversation) -> str:
