@@ -28,6 +28,7 @@ from app.local.forgetting import memory_begins
 from app.local.loaded import Loaded
 from app.model import LoadProgress, OpenModel, open_model
 from app.service import ChatService, MemoryBegins, PlanView, check_numbers, largest_of
+from app.words import plural
 
 _PATIENCE_S = 30.0  # for the last step of an answer whose chat is deleted
 
@@ -164,7 +165,8 @@ class LocalService(ChatService):
         _, stored = loaded.engine.runner.known(chat.token_ids + tuple(new_ids))
         seconds = loaded.engine.cost.seconds(max(known, stored), need)
         if capacity is None:
-            message = f"{new:,} tokens to read; the last {loaded.recent:,} are remembered."
+            kept = f"{'of which only ' if new > loaded.recent else ''}the last {loaded.recent:,} are remembered"
+            message = f"To read: {plural(new, 'token')}, {kept}."
         elif fits:
             message = f"{new:,} tokens to read; {need:,} of {capacity:,} tokens of the context are used then."
         else:

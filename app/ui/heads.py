@@ -23,7 +23,15 @@ _USE = "Use these settings"
 _NOT_OURS = "<p>How the other server's model keeps its context is not told; this needs Octavo's own engine.</p>"
 _LOADING = "<p>The model is still loading.</p>"
 _KV = {"kv4": "4 bits", "kv8": "8 bits", "bf16": "16 bits"}
-_WHAT = (
+_ENDLESS = (
+    "<p>Every head keeps the beginning and the newest words only: that is endless mode, whose memory never grows. The"
+    " more tokens are kept, the further back the model sees: the self-test below shows it.</p>"
+)
+_ALL = (
+    "<p>Every head of this model keeps everything that was read. More bits may see more of a long document: the"
+    " self-test below shows it.</p>"
+)
+_SOME = (
     "<p>Some heads of the model keep everything that was read; the others keep the beginning and the newest words only,"
     " which saves memory and time. More full heads and more bits may see more of a long document: the self-test below"
     " shows it.</p>"
@@ -80,7 +88,7 @@ def heads_panel(service: ChatService, session: gr.State, changed: Sequence[gr.HT
             for name, value in values.items()
         }
         return shown | {
-            about: _WHAT,
+            about: what_is_kept(heads),
             row: gr.Row(visible=True),
             preview: comparison(heads, now, _context(service), chunk_now),
             use: gr.Button(_USE, visible=True, interactive=False),
@@ -141,6 +149,13 @@ def heads_panel(service: ChatService, session: gr.State, changed: Sequence[gr.HT
     use.click(used, list(fields.values()), everything, **quiet)
 
 
+def what_is_kept(heads: Heads) -> str:
+    """What the model's heads keep, in words."""
+    if heads.settings.mode == "endless":
+        return _ENDLESS
+    return _SOME if heads.pattern is not None else _ALL
+
+
 def _context(service: ChatService) -> int:
     """Tokens that costs are told for: the context, or all that is kept where it has no end."""
     capacity = service.status()["context_capacity"]
@@ -171,5 +186,6 @@ def comparison(heads: Heads, chosen: Settings, context: int, chunk: int, then: s
     rows = "".join(
         f"<tr><td>{escape(what)}</td><td>{now}</td>{'' if same else f'<td>{after}</td>'}</tr>"
         for what, now, after in heads.compare(chosen, context, chunk)
+        if heads.settings.mode != "endless" or "attention" not in what  # whose share of full heads there would be 100%
     )
     return f"<table><tr><th></th><th>In force</th>{'' if same else f'<th>{then}</th>'}</tr>{rows}</table>"

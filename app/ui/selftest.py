@@ -164,6 +164,11 @@ def _meaning(test: SelfTest, seen: list[Seen]) -> str:
             "At these settings what stands anywhere in this document can be found. A plain question may fail all the"
             " same: this tells how far the model sees, not what it makes of it."
         )
+    if test.examiner.settings.get("mode") == "endless":
+        return (
+            "What stands where a fact was missed is forgotten, or was overlooked: endless mode keeps the newest words"
+            " only. Keep more of them and test again, or start Octavo without it."
+        )
     return (
         "What stands where a fact was missed may be overlooked. Try more heads that keep everything, or more bits, and"
         " test again: what is missed with all heads full too is beyond the model itself."

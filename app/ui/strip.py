@@ -81,7 +81,7 @@ def plan(view: PlanView, suggestion: tuple[int, int] | None) -> str:
     kept = "the rest is read already" if view.stored_tokens else ""
     detail = ", ".join(filter(None, (new, time, kept)))
     if view.capacity is None:
-        return strip("plan", f"To read: {plural(view.prompt_tokens, 'token')}", time)
+        return strip("plan", escape(view.message), time)
     return strip("plan", f"Fits: {view.prompt_tokens:,} of {view.capacity:,} tokens", detail)
 
 

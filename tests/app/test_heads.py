@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ import torch
 from app.__main__ import main
 from app.config import Settings
 from app.embedded import embedded_model_path
+from app.evaluation.selftest import Seen
 from app.head_costs import Heads, ratio_cost
 from app.model import choose_pattern, find_model, plan_context
-from app.ui.heads import comparison
+from app.ui.heads import comparison, what_is_kept
 from app.ui.heads_map import heads_map
+from app.ui.selftest import depth_chart
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
 from models.cache.shape import CacheShape
@@ -127,3 +130,18 @@ def test_endless_mode_and_models_without_a_pattern_are_told_too() -> None:
     plain = Heads(config, None, Settings(model="embedded"), CPU)
     rows = {what: then for what, _, then in plain.compare(replace(plain.settings, kv="bf16"), 2048, 2048)}
     assert rows["Arithmetic of attention in reading"] == "100% of all heads full"
+
+
+def test_the_panel_speaks_of_full_heads_only_where_there_are_some() -> None:
+    config = open_checkpoint(embedded_model_path()).config
+    endless = Heads(config, None, Settings(model="embedded", mode="endless"), CPU)
+    told = comparison(endless, endless.settings, 2048, 2048)
+    assert "Cache of 2,048 tokens" in told and "heads full" not in told
+    assert "Every head keeps the beginning and the newest" in what_is_kept(endless)
+    examiner = SimpleNamespace(settings={"mode": "endless"})
+    test: Any = SimpleNamespace(examiner=examiner, count=1, tokens=9, of=9)
+    assert "endless mode keeps the newest words only" in depth_chart(test, "a.txt", [Seen(0.0, False, "?")], "")
+    plain = Heads(config, None, Settings(model="embedded"), CPU)
+    assert "heads full" in comparison(plain, plain.settings, 2048, 2048)
+    assert "Every head of this model keeps everything" in what_is_kept(plain)
+    assert "Some heads" in what_is_kept(embedded_heads(plain.settings))

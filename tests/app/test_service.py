@@ -410,7 +410,8 @@ def test_an_endless_context_never_fills_and_tells_where_its_memory_begins(start:
     plan = service.plan(chat, [document], long)
     assert plan.fits
     assert plan.capacity is None
-    assert "the last 100 are remembered" in plan.message
+    assert plan.message.endswith("tokens, of which only the last 100 are remembered.")
+    assert service.plan(chat, question="Hm?").message == "To read: 22 tokens, the last 100 are remembered."
     assert service.memory_begins(chat) is None
     assert service.memory_begins(chat, 104) is None  # the first 4 and the last 100: nothing is missing
     running = service.memory_begins(chat, 105)

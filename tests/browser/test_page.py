@@ -420,7 +420,7 @@ def test_an_endless_chat_shows_where_its_memory_begins(
     assert not page.query_selector(".oc-memory")
     add(page, texts("long.txt", "heliotrope", lines=60))  # 12,000 tokens: no limit that a model's window sets
     state(page, "plan")
-    assert "To read: " in page.inner_text("#oc-strip")
+    assert "of which only the last 250 are remembered" in page.inner_text("#oc-strip")
     ask(page, "And now?")
     state(page, "idle")
     until(lambda: page.query_selector(".oc-memory") is not None)
