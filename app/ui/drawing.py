@@ -12,6 +12,7 @@ import gradio as gr
 from app.errors import NotReady, describe
 from app.service import ChatService, PlanView
 from app.ui import frame, messages, options, shelf, sidebar, status, strip
+from app.ui.answer import Answer
 from app.ui.parts import BUSY, IDLE, Changes, Parts
 from app.ui.session import Loading, Session, Sessions
 
@@ -64,7 +65,7 @@ class Drawing:
                 self.sessions.give_way()
             if answer.version != seen.version or now - seen.strip_at > COUNTDOWN_S:
                 seen.version, seen.strip_at = answer.version, now
-                changes[parts.strip] = strip.running(answer)
+                changes[parts.strip] = self._running(answer)
                 if answer.text:  # each time, since what is left out once is sent whole after that
                     changes[parts.chat] = messages.messages(conversation, session.first)
                     seen.piece = len(answer.pieces.of(answer.text)[-1])
@@ -74,7 +75,7 @@ class Drawing:
         if now - seen.pulse_at > PULSE_S:
             seen.pulse_at = now
             changes |= {parts.pulse: f"{now:.1f}", parts.session: session}  # which the library forgets otherwise
-        if conversation.running is None and not self.service.ready:
+        if conversation.running is None and (self.loading.anew or not self.service.ready):
             before, seen.loading = seen.loading, (self.loading.stage, self.loading.share)
             if seen.loading != before:
                 changes[parts.strip] = await self.plan_strip(session)
@@ -83,7 +84,7 @@ class Drawing:
     def _shown(self, session: Session) -> object:
         """Equal as long as a tab needs no more than the answer in progress drawn anew."""
         conversation, service = session.conversation, self.service
-        model = service.ready, service.load_error
+        model = service.ready, service.load_error, bool(self.loading.anew)
         return conversation, conversation.version, conversation.running, session.first, session.editing, model
 
     async def after_documents(self, session: Session) -> Changes:
@@ -150,11 +151,13 @@ class Drawing:
         """Where the answer stands, else what the next question would take."""
         conversation = session.conversation
         if (running := conversation.running) is not None:
-            return strip.running(running)
+            return self._running(running)
         if self.service.load_error is not None:
             return strip.error(self.service.load_error, "The model could not be loaded. ")
         if not self.service.ready:
             return self._loading()
+        if self.loading.anew:
+            return strip.anew(self.loading.stage, self.loading.share, asked=False)
         if session.editing is not None:
             return strip.editing()
         if not conversation.readable:
@@ -176,6 +179,12 @@ class Drawing:
         if describe(error)[1] >= 500:
             log.error("The page met an error", exc_info=error)
         return strip.error(error)
+
+    def _running(self, answer: Answer) -> str:
+        """Where an answer in progress stands; one in line is behind a model that is opened anew."""
+        if self.loading.anew and answer.phase == "queued" and not answer.stopping:
+            return strip.anew(self.loading.stage, self.loading.share, asked=True)
+        return strip.running(answer)
 
     def _loading(self) -> str:
         return strip.loading(self.loading.stage, self.loading.share)

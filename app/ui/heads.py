@@ -17,6 +17,7 @@ from app.service import ChatService
 from app.ui import strip
 from app.ui.heads_map import heads_map
 from app.ui.selftest import self_test_form
+from app.ui.session import Loading
 
 _POLL_S = 0.2
 _USE = "Use these settings"
@@ -44,8 +45,11 @@ _EVERYBODY = (
 _FIELDS = ("retrieval_ratio", "kv", "sink", "recent", "chunk")
 
 
-def heads_panel(service: ChatService, session: gr.State, changed: Sequence[gr.HTML]) -> None:
-    """A closed panel; what it shows is made when it is opened. `changed` change when the chat's documents do."""
+def heads_panel(service: ChatService, loading: Loading, session: gr.State, changed: Sequence[gr.HTML]) -> None:
+    """A closed panel; what it shows is made when it is opened. `changed` change when the chat's documents do.
+
+    `loading` is told, for every page, how far a change of settings is.
+    """
     with gr.Accordion("Heads, memory and self-test", open=False, elem_id="oc-heads") as panel:
         about = gr.HTML("", elem_id="oc-heads-about", apply_default_css=False)
         ratio = gr.Slider(
@@ -71,7 +75,7 @@ def heads_panel(service: ChatService, session: gr.State, changed: Sequence[gr.HT
         use = gr.Button(_USE, size="sm", variant="primary", elem_id="oc-use", interactive=False, visible=False)
         note = gr.HTML("", elem_id="oc-use-note", apply_default_css=False)
         picture = gr.HTML("", elem_id="oc-heads-picture", apply_default_css=False)
-        self_test_form(service, session, [*changed, panel])
+        self_test_form(service, loading, session, [*changed, panel])
     fields = dict(zip(_FIELDS, (ratio, kv, sink, recent, chunk), strict=True))
 
     def opened() -> dict[Any, Any]:
@@ -109,8 +113,14 @@ def heads_panel(service: ChatService, session: gr.State, changed: Sequence[gr.HT
         same = chosen == heads.settings
         return {preview: table, use: gr.Button(interactive=not same), note: "" if same else f"<p>{_EVERYBODY}</p>"}
 
+    def changed_to(chosen: dict[str, Any]) -> None:
+        loading.anew.append(chosen)  # for as long as it takes, whether or not the page that asked for it is gone
+        try:
+            service.change(chosen, loading)
+        finally:
+            loading.anew.pop()
+
     async def used(*values: Any) -> AsyncIterator[dict[Any, Any]]:
-        stage: list[tuple[str, float]] = [("", 0.0)]
         yield {
             use: gr.Button("Opening the model anew", interactive=False),
             note: strip.strip("busy", "Waiting", share=-1),
@@ -122,12 +132,10 @@ def heads_panel(service: ChatService, session: gr.State, changed: Sequence[gr.HT
             wanted = replace(heads.settings, **chosen)
             chunk_now = int(service.status()["settings"]["chunk"])
             yield {preview: comparison(heads, wanted, _context(service), chunk_now, "Next")}
-            work = asyncio.create_task(
-                asyncio.to_thread(service.change, chosen, lambda *now: stage.__setitem__(0, now))
-            )
+            work = asyncio.create_task(asyncio.to_thread(changed_to, chosen))
             shown = ""
             while not work.done():
-                said, share = stage[0]
+                said, share = loading.stage, loading.share
                 text = strip.strip("busy", escape(said), f"{share:.0%}" if share else "", share or -1)
                 if text != shown:
                     shown = text

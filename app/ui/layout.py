@@ -77,7 +77,7 @@ def build_page(service: ChatService, loading: Loading, uploads: Uploads) -> gr.B
         options = gr.HTML("", elem_id="oc-forms", apply_default_css=False)
         session = gr.State()
         with dock:
-            heads_panel(service, session, [shelf, turns])
+            heads_panel(service, loading, session, [shelf, turns])
         shown = (welcome, chat, turns, line, shelf, question, foot, chats, library, source, options, pulse)
         parts = Parts(session, tab, browser, *shown)
         _connect(page, header, arrival, Handlers(service, loading, uploads, parts), parts)

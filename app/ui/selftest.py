@@ -16,7 +16,7 @@ from app.errors import UsageError, describe
 from app.evaluation.examiner import Stopped
 from app.evaluation.selftest import Seen, SelfTest
 from app.service import ChatService, Selection
-from app.ui.session import Session
+from app.ui.session import Loading, Session
 from app.words import duration
 
 _POLL_S = 0.2
@@ -51,7 +51,7 @@ class _Run:
         return self._thread.is_alive()
 
 
-def self_test_form(service: ChatService, session: gr.State, changed: Sequence[Any]) -> None:
+def self_test_form(service: ChatService, loading: Loading, session: gr.State, changed: Sequence[Any]) -> None:
     """Chooses a document and the number of facts; `changed` are parts that change, or open, when documents do."""
     runs: dict[str, _Run | None] = {}  # by tab; None while one is made ready
     gr.HTML(_WHAT, elem_id="oc-self-test-about", apply_default_css=False)
@@ -86,6 +86,11 @@ def self_test_form(service: ChatService, session: gr.State, changed: Sequence[An
         runs[session.token] = None
         try:
             yield {start: gr.Button(visible=False), stop: gr.Button(visible=True), chart: "<p>Preparing …</p>"}
+            while loading.anew and session.token in runs and session.page == page:
+                yield {chart: "<p>Begins once the model has been opened anew.</p>"}
+                await asyncio.sleep(_POLL_S)
+            if session.token not in runs or session.page != page:
+                raise Stopped("Stopped.")
             document = await asyncio.to_thread(_opened, session, sources[title])
             run = runs[session.token] = _Run(await asyncio.to_thread(service.self_test, document, int(facts)))
             shown = ""
@@ -107,8 +112,12 @@ def self_test_form(service: ChatService, session: gr.State, changed: Sequence[An
         yield {start: gr.Button(visible=True), stop: gr.Button(visible=False)}
 
     def stopped(session: Session | None) -> None:
-        if session is not None and (run := runs.get(session.token)) is not None:
+        if session is None or session.token not in runs:
+            return
+        if (run := runs[session.token]) is not None:
             run.test.examiner.stop()
+        elif loading.anew:
+            del runs[session.token]
 
     quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_limit": None}
     triggers = [part.expand if isinstance(part, gr.Accordion) else part.change for part in changed]

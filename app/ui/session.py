@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from app.chat import Chat
 from app.library import Owner
@@ -24,10 +24,14 @@ TURNS = 30  # that a page holds at first, and how many more it gets when somebod
 
 @dataclass
 class Loading:
-    """Told by the service how far the model is: a stage and a share from 0 to 1."""
+    """Told by the service how far the model is: a stage and a share from 0 to 1.
+
+    `anew` has an entry for every change of settings under way, for which it is opened another time.
+    """
 
     stage: str = ""
     share: float = 0.0
+    anew: list[object] = field(default_factory=list)
 
     def __call__(self, stage: str, share: float) -> None:
         self.stage, self.share = stage, share

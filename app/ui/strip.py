@@ -41,6 +41,12 @@ def loading(stage: str, share: float) -> str:
     return strip("loading", "Loading the model", escape(stage), share or -1)
 
 
+def anew(stage: str, share: float, asked: bool) -> str:
+    """The model is opened anew with other settings; `share` from 0 to 1, `asked`: a question waits for it."""
+    then = "; your question comes next" if asked else ""
+    return strip("loading", "Opening the model anew", escape(stage) + then, share or -1)
+
+
 def error(error: BaseException, what: str = "") -> str:
     """What went wrong, after `what` could not be done."""
     return strip("error", escape(what + describe(error)[0]))

@@ -60,6 +60,31 @@ def test_settings_are_previewed_then_used_behind_what_runs(
     until(lambda: other.locator("#oc-chat .bot .prose").count() == 2)
 
 
+def test_a_model_that_is_opened_anew_is_seen_on_the_page_and_waited_for_by_a_self_test(
+    patterned: Site, open_page: Open, texts: Callable[..., Path], tmp_path: Path
+) -> None:
+    patterned.script.chunk_s = 0.0
+    page = opened(open_page, patterned)
+    add(page, texts("tested.txt", "heron"))
+    state(page, "plan")
+    page.fill("#oc-heads-recent input", "300")
+    until(lambda: page.is_enabled("#oc-use"))
+    patterned.script.load_s = 5.0
+    page.click("#oc-use")
+    until(lambda: "Reading the weights" in page.inner_text(NOTE))
+    page.click("#oc-self-test")
+    until(lambda: "Begins once the model has been opened anew." in page.inner_text("#oc-depths"))
+    page.keyboard.press("Escape")
+    until(lambda: "Opening the model anew" in page.inner_text("#oc-strip"))
+    assert "Reading the weights" in page.inner_text("#oc-strip")
+    assert 0 < float(page.get_attribute("#oc-strip [role=progressbar]", "aria-valuenow") or 0) <= 100
+    page.screenshot(path=str(tmp_path / "anew.png"))
+    state(page, "plan")  # what stood there before
+    page.click("#oc-heads > button")
+    until(lambda: "planted facts found in tested.txt" in page.inner_text("#oc-depths"), 60)
+    page.click("#oc-self-test-stop")
+
+
 def test_the_title_stays_above_what_is_scrolled(patterned: Site, open_page: Open, tmp_path: Path) -> None:
     page = opened(open_page, patterned)
     page.set_viewport_size({"width": 1280, "height": 700})
