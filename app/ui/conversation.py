@@ -134,8 +134,13 @@ class Conversation:
         return self._start(question, [*sources, *(attachment.source for attachment in attachments)])
 
     def ask_again(self, turn_id: str) -> Answer:
-        """Answer a question another time: sampled, since the likeliest answer is there already."""
+        """Answer a question another time: sampled, since the likeliest answer is there already.
+
+        Its documents that a stop put back on the shelf are asked about with it.
+        """
         turn = self.chat.tree[turn_id]
+        asked = {source.key for source in turn.sources}
+        self.shelf = [item for item in self.shelf if item.document is None or item.source.key not in asked]
         self.chat.head = turn.parent
         chosen = self.chat.sampling
         if chosen.temperature == 0:

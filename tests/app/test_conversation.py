@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.chat import Chat
+from app.chat import Chat, Selection
 from app.config import Settings
 from app.library import Library, Owner, Shelved
 from app.local import LocalService
@@ -18,6 +18,7 @@ from app.ui import sidebar
 from app.ui.attachment import Attachment
 from app.ui.conversation import Conversation
 from app.ui.drawing import Drawing
+from app.ui.session import Loading
 from tests.fakes import END, FakeRunner, FakeTokenizer, result_of
 
 
@@ -44,7 +45,7 @@ def test_an_empty_library_promises_what_is_kept() -> None:
 
 def above(conversation: Conversation) -> str:
     """The line above the question box."""
-    drawing: Any = SimpleNamespace(service=conversation.service)
+    drawing: Any = SimpleNamespace(service=conversation.service, loading=Loading())
     session: Any = SimpleNamespace(conversation=conversation, editing=None)
     return result_of(Drawing.plan_strip(drawing, session))
 
@@ -65,7 +66,9 @@ def test_a_full_disk_stops_no_answer_and_is_told(
         assert conversation.running is None
         assert conversation.chat.turns[0].answer == "Yes."
         assert conversation.unsaved.startswith("This chat is not saved: No space left on device.")
-        shown = sidebar.library([], (), service.saved_bytes, service.reading_seconds, 0, 0, conversation.unsaved)
+        shown = sidebar.library(
+            [], service.opens_at_once, service.saved_bytes, service.reading_seconds, 0, 0, conversation.unsaved
+        )
         assert "No space left" in shown
         assert 'data-state="error"' in above(conversation) and "This chat is not saved: No space" in above(conversation)
         assert conversation.ask("Again?").finished.wait(10)
@@ -88,4 +91,20 @@ def test_the_shelf_is_in_the_order_of_arrival(tmp_path: Path) -> None:
     conversation.read_earlier(third.id)
     conversation.shelve(Attachment("fourth", arrived=4))
     assert [item.name for item in conversation.shelf] == ["first", "third", "second", "fourth"]
+    service.close()
+
+
+def test_a_stopped_question_that_is_asked_again_takes_its_documents_from_the_shelf(tmp_path: Path) -> None:
+    model = OpenModel("fake", FakeRunner(capacity=2000), FakeTokenizer(), frozenset({END}), lambda context: context)
+    service = LocalService(Settings(cache_dir=tmp_path), lambda settings, progress: model)
+    service.load()
+    conversation = Conversation(service, Library(tmp_path / "library").owner("a secret"))
+    asked, other = (tmp_path / name for name in ("asked.txt", "other.txt"))
+    asked.write_text("The word is heron.")
+    other.write_text("The word is plover.")
+    source = Selection.whole(service.add_document(asked))
+    turn = conversation.chat.begin("What is the word?", [source])
+    conversation.shelf = [Attachment.of(source), Attachment.of(Selection.whole(service.add_document(other)))]
+    assert conversation.ask_again(turn.id).finished.wait(10)
+    assert [item.name for item in conversation.shelf] == ["other.txt"]
     service.close()
