@@ -64,10 +64,15 @@ def self_test_form(service: ChatService, loading: Loading, session: gr.State, ch
         stop = gr.Button("Stop", size="sm", elem_id="oc-self-test-stop", visible=False)
     chart = gr.HTML("", elem_id="oc-depths", apply_default_css=False)
 
-    def listed(session: Session | None, chosen: str | None) -> tuple[gr.Dropdown, str]:
+    def listed(session: Session | None) -> tuple[gr.Dropdown, str]:
         names = list(_sources(session)) if session is not None else []
+        chosen = session.tested.get(session.conversation.chat.id) if session is not None else None
         value = chosen if chosen in names else names[0] if names else None
         return gr.Dropdown(names, value=value), "" if names else f"<p>{_NONE}</p>"
+
+    def chose(session: Session | None, chosen: str | None) -> None:
+        if session is not None and chosen is not None:
+            session.tested = {session.conversation.chat.id: chosen}
 
     async def tested(session: Session | None, chosen: str | None, facts: int) -> AsyncIterator[dict[Any, Any]]:
         sources = await asyncio.to_thread(_sources, session) if session is not None else {}
@@ -121,7 +126,8 @@ def self_test_form(service: ChatService, loading: Loading, session: gr.State, ch
 
     quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_limit": None}
     triggers = [part.expand if isinstance(part, gr.Accordion) else part.change for part in changed]
-    gr.on(triggers, listed, [session, name], [name, none], **quiet)
+    gr.on(triggers, listed, [session], [name, none], **quiet)
+    name.input(chose, [session, name], None, **quiet)
     start.click(tested, [session, name, count], [start, stop, chart], **quiet)
     stop.click(stopped, [session], None, queue=False, **quiet)
 

@@ -46,6 +46,7 @@ class Session:
         self.page: str | None = page
         self.left_at = 0.0
         self.words = ""
+        self.tested: dict[str, str] = {}  # by the chat's id, the document that was chosen there for the self-test
         self.show(conversation)
 
     def show(self, conversation: Conversation) -> None:

@@ -184,6 +184,35 @@ def test_the_library_is_offered_and_the_panel_lies_over_the_page(
     until(lambda: not page.is_visible("#oc-self-test"))
 
 
+def test_the_open_chats_document_is_tested_unless_another_was_chosen(
+    patterned: Site, open_page: Open, texts: Callable[..., Path]
+) -> None:
+    patterned.script.chunk_s = 0.0
+    page = open_page(patterned.url)
+    state(page, "idle")
+    add(page, texts("earlier.txt", "heron"))
+    state(page, "plan")
+    ask(page, "What is the code word?")
+    page.wait_for_selector("#oc-library .oc-item:has-text('earlier.txt')")
+    state(page, "idle")
+    page.click("[data-do=fresh]:visible")
+    page.click("#oc-heads > button")
+    chosen = "#oc-self-test-document input"
+    until(lambda: page.input_value(chosen) == "earlier.txt (library)")
+    page.keyboard.press("Escape")
+    add(page, texts("newer.txt", "plover"))
+    until(lambda: page.input_value(chosen).startswith("newer.txt"))
+    page.click("#oc-heads > button")
+    page.click(chosen)
+    page.click("[role=option]:has-text('earlier.txt')")
+    page.keyboard.press("Escape")
+    add(page, texts("newest.txt", "egret"))
+    state(page, "plan")
+    page.click("#oc-heads > button")
+    page.wait_for_timeout(500)
+    assert page.input_value(chosen) == "earlier.txt (library)"
+
+
 def test_a_closed_page_tests_no_further(patterned: Site, open_page: Open, texts: Callable[..., Path]) -> None:
     page = opened(open_page, patterned)
     add(page, texts("long.txt", "heron", 12))
