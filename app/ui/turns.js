@@ -165,11 +165,18 @@ addEventListener("keydown", (event) => {
   open?.();
 });
 
-// A source that is open stands beside the page where there is room, so that the answer and its cards stay in sight.
+// A source that is open stands beside the page where there is room, so that the answer and its cards stay in sight;
+// the card that it was opened from is marked.
 function beside() {
   const open = find("#oc-source:popover-open") && !narrow.matches;
   if (open) document.body.dataset.source = "beside";
   else delete document.body.dataset.source;
+  const shown = find("#oc-source:popover-open [data-do=source]")?.dataset; // a button that turns its pages
+  for (const card of document.querySelectorAll(".oc-passage")) {
+    const own = shown?.turn === card.dataset.turn && shown.value.split(":")[0] === card.dataset.value;
+    if (own) card.setAttribute("aria-current", "true");
+    else card.removeAttribute("aria-current");
+  }
 }
 addEventListener("toggle", ({ target }) => target.id === "oc-source" && beside(), true);
 narrow.addEventListener("change", beside);

@@ -38,6 +38,7 @@ def test_cards_lead_to_the_place_in_the_document(
     page.click(".oc-passage")
     page.wait_for_selector("#oc-source mark:has-text('code word is ochre')")
     assert page.evaluate("document.querySelector('#oc-source').matches(':popover-open')")
+    page.wait_for_selector(".oc-passage[aria-current=true]", state="attached")
     box = page.locator("#oc-source mark").bounding_box()
     assert box is not None and 0 <= box["y"] <= 844
     page.screenshot(path=tmp_path / "source.png")
@@ -45,6 +46,7 @@ def test_cards_lead_to_the_place_in_the_document(
     page.wait_for_selector("#oc-source:has-text('Page 3 of 4')")
     page.keyboard.press("Escape")
     page.wait_for_function("!document.querySelector('#oc-source')?.matches(':popover-open')")
+    page.wait_for_selector(".oc-passage[aria-current]", state="detached")
     page.reload()
     page.wait_for_selector(".oc-evidence summary")
     page.click(".oc-evidence summary")

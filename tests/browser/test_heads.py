@@ -184,6 +184,20 @@ def test_the_library_is_offered_and_the_panel_lies_over_the_page(
     until(lambda: not page.is_visible("#oc-self-test"))
 
 
+def test_nothing_of_the_page_lies_over_the_panel_on_a_phone(patterned: Site, open_page: Open) -> None:
+    page = open_page(patterned.url, viewport={"width": 390, "height": 600})
+    state(page, "idle")
+    ask(page, "What is the code word?")
+    page.wait_for_selector("#oc-chat .bot .prose table")
+    state(page, "idle")
+    down = "#oc-chat .scroll-down-button-container"
+    page.evaluate("document.querySelector('#oc-chat .bubble-wrap').scrollTop = 0")
+    until(lambda: page.is_visible(down))
+    page.click("#oc-heads > button")
+    until(lambda: page.is_visible("#oc-self-test"))
+    assert not page.is_visible(down)
+
+
 def test_the_open_chats_document_is_tested_unless_another_was_chosen(
     patterned: Site, open_page: Open, texts: Callable[..., Path]
 ) -> None:

@@ -212,6 +212,10 @@ def test_a_document_is_used_again_pinned_and_removed(site: Site, open_page: Open
     entry = "#oc-library .oc-item"
     assert "again.txt" in page.inner_text(entry)
     assert "read anew in" in page.inner_text(entry)  # nothing of it is on disk, and nothing is lost
+    page.eval_on_selector(
+        f"{entry} small", "line => line.textContent = '1,317 tokens, read anew in 12 min, 13 MB on disk'"
+    )
+    assert page.eval_on_selector(f"{entry} small", "line => line.scrollWidth <= line.clientWidth")  # none is cut off
     page.click(f"{entry} .oc-open")
     page.wait_for_selector("#oc-shelf .oc-card:has-text('again.txt')")
     state(page, "plan")

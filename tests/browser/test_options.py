@@ -26,7 +26,16 @@ def test_settings_are_kept_with_the_chat(
     page.fill("#oc-options textarea", "Answer in one word.")
     page.click("#oc-options summary")
     page.fill("#oc-options [name=max_new_tokens]", "3")
+    page.locator("#oc-options").evaluate("dialog => { dialog.scrollTop = 180; }")
     page.screenshot(path=tmp_path / "settings.png")
+    covers = """bar => {
+      const dialog = bar.closest("#oc-options");
+      const [box, around] = [bar, dialog].map((part) => part.getBoundingClientRect());
+      const fade = getComputedStyle(bar, "::before");
+      return [Math.round(box.left - around.left - dialog.clientLeft), Math.round(box.width - dialog.clientWidth),
+              fade.backgroundImage.startsWith("linear-gradient"), parseFloat(fade.height) >= 20];
+    }"""
+    assert page.locator(".oc-form-end").evaluate(covers) == [0, 0, True, True]  # nothing is seen cut above or beside it
     page.click("#oc-options [type=submit]")
     page.wait_for_selector("#oc-options", state="detached")
     ask(page, "What is the code word?")
