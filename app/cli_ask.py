@@ -77,7 +77,7 @@ def ask(
             if done.finish_reason in _ENDS:
                 print(f"octavo: {_ENDS[done.finish_reason]}", file=sys.stderr)
             for passage in chat.turns[-1].passages[:2] if chat.turns else ():
-                print(f"octavo: {_rests_on(passage, sources)}", file=sys.stderr)
+                print(f"octavo: {_looked_at(passage, sources)}", file=sys.stderr)
             if (begins := service.memory_begins(chat)) is not None:
                 print(f"octavo: {_forgotten(begins, chat.token_count)}", file=sys.stderr)
         return 128 + signal.SIGINT if done.finish_reason == "cancelled" else 0
@@ -86,7 +86,7 @@ def ask(
         service.close()
 
 
-def _rests_on(passage: Passage, sources: Sequence[Selection]) -> str:
+def _looked_at(passage: Passage, sources: Sequence[Selection]) -> str:
     """One line that says where to look."""
     document = next((source.document for source in sources if source.label == passage.document), None)
     words = textwrap.shorten(excerpt(passage), 100, placeholder=" …")

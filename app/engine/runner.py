@@ -140,7 +140,7 @@ class Runner:
         return None
 
     def find_evidence_heads(self, prompt: list[int], questions: list[Question]) -> None:
-        """Takes a reading test to learn which heads tell what an answer rests on; call it before any request runs."""
+        """Takes a reading test to learn which heads tell where a model looks; call it before any request runs."""
         if any(self.pool.shape.retrieval_heads):
             self.evidence_heads = find_heads(self.decoder, self.pool, prompt, questions, _EVIDENCE_HEADS)
             self._capture()

@@ -71,7 +71,7 @@ class Loaded:
     def warm_up(self, documents: bool = True) -> None:
         """Read and write a little, so that the first question pays for nothing and its time can be told.
 
-        The reading test goes first: it shows which heads tell what an answer rests on. Where no `documents` will be
+        The reading test goes first: it shows which heads tell where a model looks. Where no `documents` will be
         asked about there is nothing to tell.
         """
         if documents:

@@ -109,7 +109,7 @@ def test_the_title_stays_above_what_is_scrolled(patterned: Site, open_page: Open
     before = page.locator("#oc-use").evaluate(looks)
     page.fill("#oc-heads-recent input", "300")
     until(lambda: page.is_enabled("#oc-use"))
-    assert page.locator("#oc-use").evaluate(looks) != before  # one that does nothing looks like it
+    until(lambda: page.locator("#oc-use").evaluate(looks) != before)  # one that does nothing looks like it
 
 
 def test_settings_that_cannot_be_are_told(patterned: Site, open_page: Open) -> None:

@@ -43,7 +43,7 @@ def test_pages_are_those_of_the_file_and_code_has_none(at: int, says: str) -> No
 
 def test_the_command_line_tells_places_as_the_page_does() -> None:
     found = passage(SHOP, 25, len(SHOP.text), "    def retry():")
-    assert cli_ask._rests_on(found, [Selection.whole(SHOP)]) == "50% from net/client.py, line 1: def retry():"
+    assert cli_ask._looked_at(found, [Selection.whole(SHOP)]) == "50% from net/client.py, line 1: def retry():"
 
 
 def test_other_documents_have_their_pages() -> None:
@@ -75,7 +75,7 @@ def test_the_line_told_is_that_of_the_first_text_shown(name: str) -> None:
     first = text[: text.index(shown.strip() or card["key"])].count("\n") + 1
     assert not mark and "\u2026" in card["before"] and first > 5
     assert card["place"].endswith(f"line {first}")
-    assert cli_ask._rests_on(found, [Selection.whole(document)]).startswith(f"50% from {card['place']}: \u2026 ")
+    assert cli_ask._looked_at(found, [Selection.whole(document)]).startswith(f"50% from {card['place']}: \u2026 ")
 
 
 def test_a_place_in_code_opens_as_code_and_names_its_file() -> None:
