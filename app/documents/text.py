@@ -76,7 +76,7 @@ def decode(data: bytes, name: str, declared: str | None = None) -> Decoded:
             return _lossy(data, utf16)
     # Eight stray control bytes are a text's dirt; one byte in 25 makes it a binary (random bytes have one in ten).
     if controls > max(8, len(data) // 25):
-        raise BadDocument(f"{name} is a binary file, not text. Upload a text, PDF, DOCX or HTML file.")
+        raise BadDocument(f"{name} is a binary file, not text. Upload text, PDF, DOCX, ODT, EPUB, RTF or HTML.")
     if not as_utf8.undecodable:
         return as_utf8
     characters = len(as_utf8.text) - sum(map(as_utf8.text.count, map(chr, range(128)))) - as_utf8.undecodable

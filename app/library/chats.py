@@ -78,7 +78,9 @@ class ChatStore:
                     documents[source["document"]] = document_of(source["document"])
             turn = chat.tree[entry["id"]] = _turn(entry, documents, ids)
             places = self._places.setdefault(chat_id, {})
-            places[turn.prompt_ids], places[turn.answer_ids] = entry["prompt"], entry["ids"]
+            for ids_, place in ((turn.prompt_ids, entry["prompt"]), (turn.answer_ids, entry["ids"])):
+                if len(ids_) == place[1]:  # else they could not be read, and are not there
+                    places[ids_] = place
         chat.head = plain["head"]
         return chat
 

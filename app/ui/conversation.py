@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from app.chat import Chat, Selection, Turn
+from app.documents import Document
 from app.engine.types import SamplingParams
 from app.library import Owner
 from app.service import ChatService, MemoryBegins, PlanView
@@ -33,6 +33,7 @@ class Conversation:
         self.unsaved = ""  # why the disk does not hold what is shown
         self.version = 0  # counts what changed beside the answer in progress
         self._answers: list[Answer] = []
+        self._unlisted: dict[str, tuple[Document, int | None]] = {}  # by label: for the library, with its tokens
 
     @property
     def running(self) -> Answer | None:
@@ -129,8 +130,8 @@ class Conversation:
             replaced = self.chat.tree[instead_of]
             self.chat.head, sources = replaced.parent, list(replaced.sources)
         for attachment in attachments:
-            tokens = attachment.tokens if attachment.whole else None
-            self._write(partial(self.owner.add, attachment.source.document, tokens))
+            document, tokens = attachment.source.document, attachment.tokens if attachment.whole else None
+            self._unlisted[attachment.source.label] = document, tokens
         return self._start(question, [*sources, *(attachment.source for attachment in attachments)])
 
     def ask_again(self, turn_id: str) -> Answer:
@@ -159,19 +160,22 @@ class Conversation:
             answer.stop()
 
     def save(self) -> None:
-        """Write the chat to disk as it stands; where that fails it goes on in memory, and `unsaved` says why."""
-        if not self.deleted and self._write(partial(self.owner.save_chat, self.chat)):
-            self.unsaved = ""
+        """Write the chat to disk as it stands, and to the library what is not there yet of its documents.
 
-    def _write(self, write: Callable[[], object]) -> bool:
+        Where that fails the chat goes on in memory, and `unsaved` says why.
+        """
+        if self.deleted:
+            return
         try:
-            write()
-            return True
+            for label, (document, tokens) in list(self._unlisted.items()):
+                self.owner.add(document, tokens)
+                self._unlisted.pop(label, None)
+            self.owner.save_chat(self.chat)
+            self.unsaved = ""
         except OSError as error:
             if not self.unsaved:  # once, not with every question
                 log.error("Nothing can be saved: %s", error)
             self.unsaved = f"This chat is not saved: {error.strerror or error}. Make room on the disk, then ask on."
-            return False
 
     def _start(self, question: str, sources: Sequence[Selection], sampling: SamplingParams | None = None) -> Answer:
         previous = self.running

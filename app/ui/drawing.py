@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import gradio as gr
 
@@ -190,6 +190,11 @@ class Drawing:
         return strip.loading(self.loading.stage, self.loading.share)
 
     def status(self, session: Session) -> str:
-        """The line at the foot."""
-        chat = session.conversation.chat
-        return status.status(self.service.status(chat) if self.service.ready else None, options.name_of(chat.sampling))
+        """The line at the foot; what is read and written of an answer in progress counts, be it in the chat or not."""
+        conversation = session.conversation
+        facts = self.service.status(conversation.chat) if self.service.ready else None
+        if facts is not None and (running := conversation.running) is not None and running.progress is not None:
+            used = max(facts["context_used"], running.progress.done + running.tokens)
+            begins = conversation.memory_begins
+            facts |= {"context_used": used, "memory_begins": asdict(begins) if begins is not None else None}
+        return status.status(facts, options.name_of(conversation.chat.sampling))

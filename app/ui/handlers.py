@@ -79,7 +79,7 @@ class Handlers:
         session = await self._session(known, request)
         parts, conversation = self.parts, session.conversation
         if (running := conversation.running) is not None and not running.stopping:
-            yield {parts.strip: strip.running(running)}
+            yield self._nothing()  # the page's own loop draws where it stands: an answer of ours may come late
             return
         if not question.strip():
             yield {parts.strip: await self.draw.plan_strip(session)}
@@ -104,14 +104,8 @@ class Handlers:
     async def stopped(self, known: Session | None, request: gr.Request) -> Changes:
         """Stop was pressed."""
         session = await self._session(known, request)
-        parts = self.parts
         session.conversation.stop()
-        if (running := session.conversation.running) is None:
-            return {parts.question: gr.Textbox(**IDLE)}
-        return {
-            parts.strip: strip.running(running),
-            parts.question: gr.Textbox(**IDLE),
-        }
+        return {self.parts.question: gr.Textbox(**IDLE)}  # where it stands is drawn by the page's own loop
 
     async def cleared(self, known: Session | None, request: gr.Request) -> Changes:
         """A new chat was asked for."""
@@ -137,8 +131,8 @@ class Handlers:
         parts, conversation = self.parts, session.conversation
         what, wanted, value = field(event, "do"), str(field(event, "id") or ""), str(field(event, "value") or "")
         on_turn = what in ("edit", "unedit", "again", "resume", "branch", "fork")
-        if on_turn and (running := conversation.running) is not None and what != "fork":
-            yield {parts.strip: strip.running(running)}
+        if on_turn and conversation.running is not None and what != "fork":
+            yield self._nothing()
             return
         if on_turn and what != "unedit" and wanted not in conversation.chat.tree:
             return

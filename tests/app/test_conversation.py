@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.chat import Chat, Selection
+from app.chat import Selection
 from app.config import Settings
 from app.library import Library, Owner, Shelved
 from app.local import LocalService
@@ -53,7 +53,7 @@ def above(conversation: Conversation) -> str:
 def test_a_full_disk_stops_no_answer_and_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(owner: Owner, chat: Chat) -> None:
+    def full(owner: Owner, *_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     model = OpenModel("fake", FakeRunner(), FakeTokenizer(), frozenset({END}), lambda context: context)
@@ -62,6 +62,9 @@ def test_a_full_disk_stops_no_answer_and_is_told(
     conversation = Conversation(service, Library(tmp_path / "library").owner("a secret"))
     with monkeypatch.context() as patch:
         patch.setattr(Owner, "save_chat", full)
+        patch.setattr(Owner, "add", full)
+        (tmp_path / "first.txt").write_text("The word is heron.")
+        conversation.shelf = [Attachment("first.txt", document=service.add_document(tmp_path / "first.txt"), last=1)]
         assert conversation.ask("First?").finished.wait(10)
         assert conversation.running is None
         assert conversation.chat.turns[0].answer == "Yes."
@@ -77,6 +80,7 @@ def test_a_full_disk_stops_no_answer_and_is_told(
     assert conversation.unsaved == ""
     assert 'data-state="idle"' in above(conversation)
     assert [listed.title for listed in conversation.owner.chats.find("second")] == ["First?"]
+    assert [entry.name for entry in conversation.owner.documents()] == ["first.txt"]  # from when the disk was full
     service.close()
 
 

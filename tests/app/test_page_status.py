@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 from html import unescape
+from types import SimpleNamespace
 from typing import Any
 
+from app.engine.types import Progress, SamplingParams
+from app.service import MemoryBegins
+from app.ui.drawing import Drawing
 from app.ui.status import status
 
 
@@ -27,3 +31,18 @@ def test_line_and_table_agree_about_the_memory_held() -> None:
 def test_memory_that_is_not_known_is_not_told() -> None:
     shown = status(facts())
     assert "weights and cache" not in shown.lower() and "Peak" not in shown
+
+
+def test_an_answer_in_progress_counts() -> None:
+    progress = Progress(4096, 7000, 0, 900.0, 3.0)
+    running = SimpleNamespace(progress=progress, tokens=0)
+    chat = SimpleNamespace(sampling=SamplingParams())
+    conversation = SimpleNamespace(chat=chat, running=running, memory_begins=None)
+    told = facts() | {"context_capacity": 8192}
+    drawing: Any = SimpleNamespace(service=SimpleNamespace(ready=True, status=lambda chat: dict(told)))
+    session: Any = SimpleNamespace(conversation=conversation)
+    assert "4,096 of 8,192 tokens used" in Drawing.status(drawing, session)
+    told |= {"context_capacity": None, "settings": {"recent": 2044}}
+    running.progress, running.tokens = Progress(7000, 7000, 0, 900.0, 0.0), 367
+    conversation.memory_begins = MemoryBegins(5319, 4, 0, False, "")
+    assert "7,367 tokens, endless: 5,319 forgotten" in Drawing.status(drawing, session)

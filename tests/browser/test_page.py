@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page
+from playwright.sync_api import Page, Route
 
 from app.engine.types import Memory
 from app.errors import UsageError
@@ -107,6 +107,25 @@ def test_stop_while_reading_then_a_new_question_at_once(site: Site, open_page: O
     assert "vermilion" in page.locator(MESSAGE).nth(2).inner_text()
     assert "Stopped." in page.locator(MESSAGE).nth(2).inner_text()
     assert not page.query_selector("#oc-shelf .oc-card")
+
+
+def test_a_stop_whose_reply_comes_late_leaves_nothing_behind(site: Site, open_page: Open) -> None:
+    page = open_page(site.url)
+    state(page, "idle")
+    ask(page, "First question?")
+    state(page, "answering")
+
+    def late(route: Route) -> None:
+        reply = route.fetch()
+        until(lambda: not site.service.busy)
+        time.sleep(1.0)  # by then the page has drawn the end
+        route.fulfill(response=reply)
+
+    page.route("**/gradio_api/run/**", late)
+    with page.expect_response("**/gradio_api/run/**"):
+        page.keyboard.press("Escape")
+    page.wait_for_timeout(500)
+    assert page.get_attribute("#oc-strip [data-state]", "data-state") == "idle"
 
 
 def test_details_stay_open_while_the_engine_works(

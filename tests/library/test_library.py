@@ -109,6 +109,21 @@ def test_a_chat_comes_back_as_it_was(tmp_path: Path, document: Document) -> None
     assert not list(tmp_path.rglob("*.part"))
 
 
+def test_ids_that_cannot_be_read_once_are_nobody_elses_after_that(
+    tmp_path: Path, document: Document, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = _chat(document)
+    Library(tmp_path).owner("a secret").save_chat(chat)
+    again = Library(tmp_path).owner("a secret")
+    with monkeypatch.context() as patch:
+        patch.setattr(again.chats, "_ids", lambda *_: (_ for _ in ()).throw(OSError(24, "Too many open files")))
+        back = again.open_chat(chat.id)
+    assert back is not None and all(turn.prompt_ids == turn.answer_ids == () for turn in back.turns)
+    again.save_chat(back)
+    later = Library(tmp_path).owner("a secret").open_chat(chat.id)
+    assert later is not None and all(turn.prompt_ids == turn.answer_ids == () for turn in later.turns)
+
+
 def test_damaged_ids_are_made_anew_and_a_damaged_chat_is_not_listed(tmp_path: Path, document: Document) -> None:
     gc.collect()  # what other tests left behind must not be finalised where there is no stack left for it
     owner = Library(tmp_path).owner("a secret")
