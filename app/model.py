@@ -95,7 +95,6 @@ def open_model(settings: Settings, progress: LoadProgress) -> OpenModel:
     checkpoint = open_checkpoint(files.path)
     settings = _as_stored(settings, checkpoint)
     config = checkpoint.config
-    _check_windows(config, settings)
     pattern, pattern_note = choose_pattern(files, settings)
     if pattern is not None:
         pattern.check(config)
@@ -230,20 +229,12 @@ def plan_context(
         raise UsageError(f"--context is {context}; it must be at least 1 token.")
     device = torch.device("cuda" if gpu else "cpu")
     config, pattern, settings = _plan_inputs(settings, config_file)
-    _check_windows(config, settings)
     _, shape = resolve_shape(config, pattern, settings, device)
     chunk = settings.chunk or CHUNKS[device.type][-1]
     if context is None:
         context = shape.sink + shape.recent
     plan = plan_memory(config, shape, settings.weights, context, chunk, device, settings.embedding)
     return plan, config, shape
-
-
-def _check_windows(config: ModelConfig, settings: Settings) -> None:
-    """Raises UsageError for a window that is longer than the model's."""
-    for flag, tokens in (("--sink-tokens", settings.sink), ("--recent", settings.recent)):
-        if tokens is not None and tokens > config.max_positions:
-            raise UsageError(f"{flag} is {tokens:,}; this model's window is {config.max_positions:,} tokens.")
 
 
 def _as_stored(settings: Settings, checkpoint: Checkpoint) -> Settings:

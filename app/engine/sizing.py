@@ -41,7 +41,11 @@ def resolve_shape(
     """The retrieval mask [layers, kv_heads] and the cache's shape; without a pattern every head keeps everything.
 
     losses: of each head, see models/measured.py; they say which heads --kv-bits gives 8 bits, not how many.
+    Raises UsageError for a window that is longer than the model's.
     """
+    for flag, tokens in (("--sink-tokens", settings.sink), ("--recent", settings.recent)):
+        if tokens is not None and tokens > config.max_positions:
+            raise UsageError(f"{flag} is {tokens:,}; this model's window is {config.max_positions:,} tokens.")
     if settings.mode == "endless":
         return _endless_shape(config, settings, device)
     if pattern is None:

@@ -31,6 +31,16 @@ def opened(open_page: Open, site: Site) -> Page:
     return page
 
 
+def asked_about(page: Page, path: Path) -> Page:
+    """A page whose chat has asked about a document, which is in the library now."""
+    state(page, "idle")
+    add(page, path)
+    state(page, "plan")
+    ask(page, "What is the code word?")
+    page.wait_for_selector(f"#oc-library .oc-item:has-text('{path.name}')")
+    return page
+
+
 def test_settings_are_previewed_then_used_behind_what_runs(
     patterned: Site, open_page: Open, texts: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -157,12 +167,7 @@ def test_the_library_is_offered_and_the_panel_lies_over_the_page(
     patterned: Site, open_page: Open, texts: Callable[..., Path]
 ) -> None:
     patterned.script.chunk_s = 0.0
-    page = open_page(patterned.url)
-    state(page, "idle")
-    add(page, texts("kept.txt", "heron", 1))
-    state(page, "plan")
-    ask(page, "What is the code word?")
-    page.wait_for_selector("#oc-library .oc-item:has-text('kept.txt')")
+    page = asked_about(open_page(patterned.url), texts("kept.txt", "heron", 1))
     state(page, "idle")
     page.click("[data-do=fresh]:visible")
     page.wait_for_selector(".oc-welcome", state="visible")
@@ -202,12 +207,7 @@ def test_the_open_chats_document_is_tested_unless_another_was_chosen(
     patterned: Site, open_page: Open, texts: Callable[..., Path]
 ) -> None:
     patterned.script.chunk_s = 0.0
-    page = open_page(patterned.url)
-    state(page, "idle")
-    add(page, texts("earlier.txt", "heron"))
-    state(page, "plan")
-    ask(page, "What is the code word?")
-    page.wait_for_selector("#oc-library .oc-item:has-text('earlier.txt')")
+    page = asked_about(open_page(patterned.url), texts("earlier.txt", "heron"))
     state(page, "idle")
     page.click("[data-do=fresh]:visible")
     page.click("#oc-heads > button")
