@@ -12,8 +12,15 @@ def vector_width() -> str:
 
 
 @cache
+def bf16_products() -> bool:
+    """Whether vectors of bf16 are multiplied by an instruction (AVX512_BF16); processors with AMX have it too."""
+    probe = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return bool(probe and probe())
+
+
+@cache
 def fast_bf16() -> bool:
-    """Whether bf16 products run on matrix units (AMX) instead of being emulated."""
+    """Whether torch multiplies bf16 on matrix units (AMX); elsewhere its attention is no faster than in fp32."""
     probe = getattr(torch.cpu, "_is_amx_tile_supported", None)
     return bool(probe and probe())
 

@@ -92,7 +92,7 @@ static inline __m512 silu_ps(__m512 x) {
 
 #ifdef __AMX_TILE__
 
-/* All eight tiles with 16 rows of 64 bytes; each thread sets its own and releases them. */
+/* All eight tiles with 16 rows of 64 bytes; each thread sets its own and releases them. Elsewhere there are none. */
 static inline void set_tiles(void) {
     struct {
         uint8_t palette, start, reserved[14];
@@ -105,5 +105,9 @@ static inline void set_tiles(void) {
     }
     _tile_loadconfig(&config);
 }
+static inline void release_tiles(void) { _tile_release(); }
 
+#else
+static inline void set_tiles(void) {}
+static inline void release_tiles(void) {}
 #endif

@@ -79,14 +79,14 @@ def library(source: Path) -> ctypes.CDLL:
         raise NativeError(str(error)) from error
 
 
-def declines(source: Path, device: torch.device, matrix_units: bool = False) -> str | None:
-    """Why a source cannot serve a device, or None; `matrix_units` where it needs AMX."""
+def declines(source: Path, device: torch.device, bf16: bool = False) -> str | None:
+    """Why a source cannot serve a device, or None; `bf16` where it multiplies such numbers."""
     if device.type != "cpu":
         return f"CPU only, not {device.type}"
     if platform.machine() not in ("x86_64", "AMD64") or cpu.vector_width() != "AVX512":
         return f"needs AVX-512, this processor has {cpu.vector_width()}"
-    if matrix_units and not cpu.matrix_units():
-        return "this processor has no matrix units (AMX)"
+    if bf16 and not cpu.bf16_products():
+        return "this processor has no products in bf16 (AVX512_BF16)"
     return _fails(source)
 
 

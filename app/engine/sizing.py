@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -77,8 +76,8 @@ def _endless_shape(config: ModelConfig, settings: Settings, device: torch.device
             f"{config.max_positions:,}."
         )
     mask = np.zeros((config.num_layers, config.num_kv_heads), dtype=np.bool_)
-    # Windows are not packed, whatever the format of a history would be.
-    return mask, replace(CacheShape.for_model(config, mask, settings.kv, sink, recent, device), bits=16)
+    kv = "bf16" if settings.kv == "bf16" else "fp16"  # windows are not packed, whatever a history would be
+    return mask, CacheShape.for_model(config, mask, kv, sink, recent, device)
 
 
 def fit(

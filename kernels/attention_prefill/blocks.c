@@ -1,4 +1,4 @@
-/* Attention of a chunk on AMX, in bf16 with fp32 sums.
+/* Attention of a chunk in bf16 with fp32 sums: on AMX where there is such a unit, else on the vectors' bf16 products.
 
    A task is one KV head and 128 tokens' queries, 32 rows of one query head at a time, with the keys in steps of 128.
    Packed blocks are brought into the order of the matrix units as they are needed: unpacking 128 tokens costs 2,000
@@ -138,52 +138,69 @@ static inline __attribute__((always_inline)) void weigh(const float *scores, uin
     state->sums[i] = sum;
 }
 
-/* Scores of 32 queries with keys t .. t + 31. */
-static inline void score(const uint16_t *q, const uint32_t *keys, int d, int t, float *scores) {
-    const uint32_t *at = keys + t / 16 * (d / 32) * WORDS;
+/* out [32, 32], rows `row` floats apart, is or (`add`) grows by the product of x, 32 rows of bf16 `width` apart, and of
+   `count` right sides, `step` words apart: tiles of 16 columns and, `right` words behind them, of 16 more. */
+#ifdef __AMX_BF16__
+static inline void multiply(const uint16_t *x, int width, const uint32_t *tiles, int count, int step, int right,
+                            float *out, int row, int add) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (int c = 0; c < d / 32; c++) {
-        _tile_loadd(4, q + c * 32, d * 2);
-        _tile_loadd(6, at + c * WORDS, 64);
-        _tile_loadd(7, at + (d / 32 + c) * WORDS, 64);
-        _tile_loadd(5, q + 16 * d + c * 32, d * 2);
+    if (add) {
+        _tile_loadd(0, out, row * 4);
+        _tile_loadd(1, out + 16, row * 4);
+        _tile_loadd(2, out + 16 * row, row * 4);
+        _tile_loadd(3, out + 16 * row + 16, row * 4);
+    }
+    for (int c = 0; c < count; c++, tiles += step, x += 32) {
+        _tile_loadd(4, x, width * 2);
+        _tile_loadd(6, tiles, 64);
+        _tile_loadd(7, tiles + right, 64);
+        _tile_loadd(5, x + 16 * width, width * 2);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
-    _tile_stored(0, scores + t, BLOCK * 4);
-    _tile_stored(1, scores + t + 16, BLOCK * 4);
-    _tile_stored(2, scores + 16 * BLOCK + t, BLOCK * 4);
-    _tile_stored(3, scores + 16 * BLOCK + t + 16, BLOCK * 4);
+    _tile_stored(0, out, row * 4);
+    _tile_stored(1, out + 16, row * 4);
+    _tile_stored(2, out + 16 * row, row * 4);
+    _tile_stored(3, out + 16 * row + 16, row * 4);
 }
+#else
+enum { AT_ONCE = 8 }; /* rows whose sums stay in registers, two vectors each */
 
-/* Adds channels c .. c + 31 of the weighted values of `width` keys to out [32, d]. */
-static inline void add_values(const uint16_t *weights, const uint32_t *values, int d, int c, int width, float *out) {
-    out += c;
-    _tile_loadd(0, out, d * 4);
-    _tile_loadd(1, out + 16, d * 4);
-    _tile_loadd(2, out + 16 * d, d * 4);
-    _tile_loadd(3, out + 16 * d + 16, d * 4);
-    for (int t = 0; t < width; t += 32) {
-        const uint32_t *at = values + (t / 32 * (d / 16) + c / 16) * WORDS;
-        _tile_loadd(4, weights + t, BLOCK * 2);
-        _tile_loadd(6, at, 64);
-        _tile_loadd(7, at + WORDS, 64);
-        _tile_loadd(5, weights + 16 * BLOCK + t, BLOCK * 2);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
+static inline void multiply(const uint16_t *x, int width, const uint32_t *tiles, int count, int step, int right,
+                            float *out, int row, int add) {
+    for (int first = 0; first < ROWS; first += AT_ONCE, x += AT_ONCE * width, out += AT_ONCE * row) {
+        __m512 sums[AT_ONCE][2];
+#pragma GCC unroll 8
+        for (int i = 0; i < AT_ONCE; i++) {
+            sums[i][0] = add ? _mm512_loadu_ps(out + i * row) : _mm512_setzero_ps();
+            sums[i][1] = add ? _mm512_loadu_ps(out + i * row + LANES) : _mm512_setzero_ps();
+        }
+        for (int c = 0; c < count; c++)
+            for (int pair = 0; pair < 16; pair++) {
+                const uint32_t *at = tiles + c * step + pair * LANES;
+                __m512bh a = (__m512bh)_mm512_load_si512(at), b = (__m512bh)_mm512_load_si512(at + right);
+#pragma GCC unroll 8
+                for (int i = 0; i < AT_ONCE; i++) {
+                    int both; /* two neighbours of x */
+                    memcpy(&both, x + i * width + c * 32 + pair * 2, sizeof both);
+                    __m512bh same = (__m512bh)_mm512_set1_epi32(both);
+                    sums[i][0] = _mm512_dpbf16_ps(sums[i][0], same, a);
+                    sums[i][1] = _mm512_dpbf16_ps(sums[i][1], same, b);
+                }
+            }
+#pragma GCC unroll 8
+        for (int i = 0; i < AT_ONCE; i++) {
+            _mm512_storeu_ps(out + i * row, sums[i][0]);
+            _mm512_storeu_ps(out + i * row + LANES, sums[i][1]);
+        }
     }
-    _tile_stored(0, out, d * 4);
-    _tile_stored(1, out + 16, d * 4);
-    _tile_stored(2, out + 16 * d, d * 4);
-    _tile_stored(3, out + 16 * d + 16, d * 4);
 }
+#endif
 
 /* 32 queries see `width` (a multiple of 32, at most 128) keys: row i those from first + i to last + i - 1 that lie below
    `limit`. */
@@ -191,7 +208,8 @@ static void see(const uint16_t *q, const uint32_t *keys, const uint32_t *values,
                 int limit, State *state) {
     float scores[ROWS * BLOCK] __attribute__((aligned(64)));
     uint16_t weights[ROWS * BLOCK] __attribute__((aligned(64)));
-    for (int t = 0; t < width; t += 32) score(q, keys, d, t, scores);
+    for (int t = 0; t < width; t += 32)
+        multiply(q, d, keys + t / 16 * (d / 32) * WORDS, d / 32, WORDS, d / 32 * WORDS, scores + t, BLOCK, 0);
     int whole = first + ROWS - 1 <= 0 && last >= width && limit >= width;
     for (int i = 0; i < ROWS && !whole; i++) {
         float *row = scores + i * BLOCK;
@@ -212,7 +230,8 @@ static void see(const uint16_t *q, const uint32_t *keys, const uint32_t *values,
             default: weigh(row, to, 128, state, i, d);
         }
     }
-    for (int c = 0; c < d; c += 32) add_values(weights, values, d, c, width, state->out);
+    for (int c = 0; c < d; c += 32)
+        multiply(weights, BLOCK, values + c / 16 * WORDS, width / 32, d / 16 * WORDS, WORDS, state->out + c, d, 1);
 }
 
 /* 32 rows of q [.., stride] from `row` on, scaled and in bf16; zeros for rows outside first .. last - 1. */
@@ -349,7 +368,7 @@ void attend_blocks(const float *q, i64 q_stride, float *out, i64 out_stride, con
             for (int i = 0; i < count; i++)
                 give(r.states + i, out + (head * group + i / 4) * d, out_stride, start + i % 4 * ROWS, 0, n, d);
         }
-        _tile_release();
+        release_tiles();
         free(r.all);
     }
 }
@@ -405,7 +424,7 @@ void attend_window(const float *q, i64 q_stride, float *out, i64 out_stride, con
             for (int i = 0; i < group * (BLOCK / ROWS); i++)
                 give(r.states + i, out + (head * group + i / 4) * d, out_stride, start + i % 4 * ROWS, 0, n, d);
         }
-        _tile_release();
+        release_tiles();
         free(r.all);
     }
 }

@@ -1,4 +1,4 @@
-"""Attention of a chunk straight over the packed blocks of its history, in C on the CPU's matrix units."""
+"""Attention of a chunk straight over the packed blocks of its history, in C, in bf16."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ SOURCE = Path(__file__).with_name("blocks.c")
 
 
 def declines(device: torch.device, head_dim: int, packed: bool, dtype: torch.dtype) -> str | None:
-    """Serves packed caches in the layout int4pack on x86 processors with AMX, where attention runs in bf16."""
+    """Serves packed caches in the layout int4pack on x86 processors that multiply bf16, where attention runs in it."""
     if dtype != torch.bfloat16:
         return f"computes in bfloat16, not {str(dtype).removeprefix('torch.')}"
     if not packed:
         return "for a packed cache"
-    return native.declines(SOURCE, device, matrix_units=True) or pack.declines(device, head_dim)
+    return native.declines(SOURCE, device, bf16=True) or pack.declines(device, head_dim)
 
 
 def declines_window(device: torch.device, head_dim: int, dtype: torch.dtype, exact: torch.dtype) -> str | None:
-    """Serves windows kept in fp16 on x86 processors with AMX, where attention runs in bf16."""
+    """Serves windows kept in fp16 on x86 processors that multiply bf16, where attention runs in it."""
     if dtype != torch.bfloat16 or exact != torch.float16:
         return "for windows in float16 and attention in bfloat16"
     if head_dim % 32 or head_dim > 256:
         return f"head size {head_dim} is not a multiple of 32 up to 256"
-    return native.declines(SOURCE, device, matrix_units=True)
+    return native.declines(SOURCE, device, bf16=True)
 
 
 @cache

@@ -111,9 +111,6 @@ static inline void block(const int8_t *codes, i64 stride, i64 rows, const int8_t
 
 enum { RAISED = 1, AT_ONCE = 8 };
 
-static inline void set_tiles(void) {}
-static inline void _tile_release(void) {}
-
 /* The same; the codes are raised. */
 static inline void block(const int8_t *codes, i64 stride, i64 rows, const int8_t *left, const int8_t *right, i64 steps,
                          __m512i left_start, __m512i right_start, int32_t *sums) {
@@ -218,7 +215,7 @@ static inline __attribute__((always_inline)) void some_rows(const Left *left, co
                             finish(e, _mm512_load_si512(sums + i * WIDTH + 16 * t), row + i, n + 16 * t);
             }
         }
-    _tile_release();
+    release_tiles();
 }
 
 static void multiply(const int8_t *codes, const int8_t *tiles, const int32_t *column_sums, i64 rows, i64 inner,

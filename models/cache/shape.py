@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kernels import cpu
+from kernels.attention_prefill import BLOCKS, WINDOW
 from models.config import ModelConfig
 from quant import kv4
 
@@ -22,8 +23,22 @@ _FORMATS = {
     "kv4": (4, torch.float16),
     "kv8": (8, torch.float16),
     "bf16": (16, torch.bfloat16),
+    "fp16": (16, torch.float16),
     "fp32": (16, torch.float32),
 }
+
+
+def _on_cpu(bits: int, exact: torch.dtype, head_dim: int) -> torch.dtype:
+    """What attention runs in: bf16 where torch or, for a packed history, the kernels in C are faster in it."""
+    if exact == torch.float32:
+        return exact
+    device, dtype = torch.device("cpu"), torch.bfloat16
+    kernels = (
+        BLOCKS.choose(device, head_dim=kv4.width(head_dim, bits), packed=bits < 16, dtype=dtype),
+        WINDOW.choose(device, head_dim=head_dim, exact=exact, dtype=dtype),
+    )
+    ours = all(chosen.backend.run is not None for chosen in kernels)
+    return dtype if ours or cpu.fast_bf16() else torch.float32
 
 
 @dataclass(frozen=True)
@@ -61,17 +76,12 @@ class CacheShape:
         device: torch.device,
         wide: np.ndarray | None = None,
     ) -> CacheShape:
-        """For a bool mask [layers, kv_heads], True for a retrieval head; kv is "kv4", "kv8", "bf16" or "fp32".
+        """For a bool mask [layers, kv_heads], True for a retrieval head; kv is "kv4", "kv8", "bf16", "fp16" or "fp32".
 
         wide: bool of the same shape, those of a 4-bit cache's retrieval heads that keep 8 bits.
         """
         bits, exact = _FORMATS[kv]
-        if exact == torch.float32:
-            compute = torch.float32
-        elif device.type == "cpu":
-            compute = torch.bfloat16 if cpu.fast_bf16() else torch.float32
-        else:
-            compute = exact
+        compute = exact if device.type != "cpu" else _on_cpu(bits, exact, config.head_dim)
         kept = tuple(int(n) for n in mask.sum(1))
         dropped = tuple(config.num_kv_heads - n for n in kept)
         group = config.num_heads // config.num_kv_heads

@@ -81,7 +81,7 @@ def test_gated_codes_are_those_of_the_reference_but_for_ties(n, d, block, scaled
 @pytest.fixture(params=[True, False], ids=["units", "vectors"])
 def _with_units(request, monkeypatch):
     """Once on this processor's matrix units, once without them, as most processors are."""
-    caches = (native.library, native._fails, gemm_native._functions)
+    caches = (native.library, native._fails, gemm_native._functions, blocks._functions)
     if request.param and not cpu.matrix_units():
         pytest.skip("this processor has no matrix units (AMX)")
     monkeypatch.setattr(cpu, "matrix_units", lambda: request.param)
@@ -178,6 +178,7 @@ def test_held_and_new_tokens_are_joined():
 
 
 @_needs(blocks.declines(CPU, 64, True, torch.bfloat16))
+@pytest.mark.usefixtures("_with_units")
 @pytest.mark.parametrize(
     ("sizes", "d", "group", "heads"),
     [
@@ -208,6 +209,7 @@ def test_a_chunk_over_blocks_equals_the_reference(sizes, d, group, heads, block,
 
 
 @_needs(blocks.declines_window(CPU, 64, torch.bfloat16, torch.float16))
+@pytest.mark.usefixtures("_with_units")
 @pytest.mark.parametrize(
     ("sizes", "d", "group", "sink", "recent"),
     [
