@@ -6,7 +6,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import openai
@@ -39,7 +38,7 @@ class RemoteEngine:
         self.base_url = base_url
         self.totals = Totals()
         self.timings = Timings()
-        self._running: set[Future[None]] = set()
+        self._running: dict[Job, asyncio.Task[None] | None] = {}  # none before the loop has begun it
         self._client = openai.AsyncOpenAI(
             base_url=base_url,
             api_key=key or "none",
@@ -76,40 +75,60 @@ class RemoteEngine:
         """Ask for an answer: `body` as the API has it, with "messages" or "prompt"; `prompt_tokens` is an estimate."""
         job = Job(GenerationRequest(()), on_done)
         job.events.put(Progress(0, prompt_tokens, 0, 0.0, 0.0))
-        running = asyncio.run_coroutine_threadsafe(self._run(job, body), self._loop)
-        self._running.add(running)
-        running.add_done_callback(self._running.discard)
-        return _RemoteGeneration(job, running)
+        self._running[job] = None
+        self._loop.call_soon_threadsafe(self._begin, job, body)
+        return _RemoteGeneration(job, self._cancel)
 
     def close(self) -> None:
         """Cancel everything."""
-        for running in list(self._running):
-            running.cancel()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
+            self._thread.join(5)
 
-    async def _run(self, job: Job, body: dict[str, Any]) -> None:
+    async def _stop(self) -> None:
+        tasks = [task for task in self._running.values() if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._loop.stop()
+
+    def _begin(self, job: Job, body: dict[str, Any]) -> None:
         answer = _Parts()
-        try:
-            event: Done | Failed
-            try:
-                await self._stream(job, body, answer)
-                if answer.reason is None and answer.usage is None:  # a whole answer tells at least one of them
-                    raise self._broke_off()
-                event = answer.done(answer.reason or "stop")
-            except asyncio.CancelledError:
-                event = answer.done("cancelled")
+        task = self._running[job] = self._loop.create_task(self._stream(job, body, answer))
+        # Not in the task itself: one that is cancelled before its first step runs none of its code.
+        task.add_done_callback(lambda ended: self._end(job, answer, ended))
+
+    def _cancel(self, job: Job) -> None:
+        """Any thread, any number of times."""
+        job.cancelled = job.cancelled or not job.finished.is_set()
+        self._loop.call_soon_threadsafe(lambda: (task := self._running.get(job)) is not None and task.cancel())
+
+    def _end(self, job: Job, answer: _Parts, task: asyncio.Task[None]) -> None:
+        event = self._event(answer, task)
+        if isinstance(event, Done):
             self.timings = event.timings
-            if job.on_done is not None:
-                job.on_done(event)
-        except openai.OpenAIError as error:
-            broke_off = answer.begun and isinstance(error, openai.APIConnectionError)
-            event = Failed(self._broke_off() if broke_off else self._told(error))
-        except Exception as error:
-            event = Failed(error)
+            try:
+                if job.on_done is not None:
+                    job.on_done(event)
+            except Exception as error:
+                event = Failed(error)
         self._count(event)
+        del self._running[job]
         job.finished.set()
         job.events.put(event)
+
+    def _event(self, answer: _Parts, task: asyncio.Task[None]) -> Done | Failed:
+        """How an answer ended."""
+        if task.cancelled():
+            return answer.done("cancelled")
+        error = task.exception()
+        broke_off = answer.begun and isinstance(error, openai.APIConnectionError)
+        # A whole answer tells its reason or its usage at least.
+        if broke_off or (error is None and answer.reason is None and answer.usage is None):
+            return Failed(self._broke_off())
+        if error is not None:
+            return Failed(self._told(error) if isinstance(error, openai.OpenAIError) else error)
+        return answer.done(answer.reason or "stop")
 
     async def _stream(self, job: Job, body: dict[str, Any], answer: _Parts) -> None:
         create: Any = self._client.chat.completions if "messages" in body else self._client.completions
@@ -181,15 +200,6 @@ class _Parts:
 
 class _RemoteGeneration(Generation):
     """A Generation whose end is the end of a connection."""
-
-    def __init__(self, job: Job, running: Future[None]) -> None:
-        self._job = job
-        self._running = running
-        self._ended = False
-
-    def cancel(self) -> None:
-        self._job.cancelled = self._job.cancelled or not self._job.finished.is_set()
-        self._running.cancel()
 
     def __del__(self) -> None:
         self.cancel()

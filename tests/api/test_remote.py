@@ -177,3 +177,17 @@ def test_settings_that_go_with_it() -> None:
     ):
         with pytest.raises(UsageError, match="--"):
             Settings.from_mapping(wrong)
+
+
+def test_a_stop_ends_an_answer_however_early_it_comes(start: Start, connect: Connect) -> None:
+    service = connect(start())
+    for _ in range(50):
+        answer = service.ask(service.new_chat(), "Hello?")
+        answer.cancel()
+        assert answer.finished.wait(10)
+        assert answer.result().finish_reason in ("cancelled", "stop")
+    assert not service.busy
+    last = service.ask(service.new_chat(), "Hello?")
+    service.close()
+    assert last.finished.is_set()
+    service.close()
