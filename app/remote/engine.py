@@ -126,8 +126,10 @@ class RemoteEngine:
         # A whole answer tells its reason or its usage at least.
         if broke_off or (error is None and answer.reason is None and answer.usage is None):
             return Failed(self._broke_off())
-        if error is not None:
-            return Failed(self._told(error) if isinstance(error, openai.OpenAIError) else error)
+        if isinstance(error, openai.OpenAIError):
+            return Failed(self._told(error))
+        if isinstance(error, Exception):
+            return Failed(error)
         return answer.done(answer.reason or "stop")
 
     async def _stream(self, job: Job, body: dict[str, Any], answer: _Parts) -> None:
