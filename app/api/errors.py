@@ -38,7 +38,8 @@ def body_of(error: BaseException) -> tuple[dict[str, Any], int]:
     message, status, _ = describe(error)
     param, code = (error.param, error.code) if isinstance(error, ApiError) else (None, None)
     if status >= 500 and not isinstance(error, NotReady):
-        log.error("A request failed", exc_info=error)
+        expected = status != 500  # a full disk, say: what to do is in the message
+        log.error("A request failed: %s", message, exc_info=None if expected else error)
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}, status
 

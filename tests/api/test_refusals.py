@@ -482,6 +482,7 @@ def test_an_error_that_nobody_expected_keeps_the_connection(
         assert set(json.load(answer)["error"]) == {"message", "type", "param", "code"}
     connection.close()
     assert "Exception in ASGI application" not in caplog.text
+    assert ("Traceback" in caplog.text) == isinstance(error, ValueError)  # what a full disk needs is no traceback
 
 
 def test_content_that_is_gone_from_the_disk_is_told_and_keeps_the_connection(start: Start, tmp_path: Path) -> None:
