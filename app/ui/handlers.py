@@ -47,7 +47,7 @@ class Handlers:
         secret = secret if len(secret) >= SECRET_CHARS else secrets.token_urlsafe(SECRET_CHARS)
         owner = self.service.library.owner(secret)
         session = await self.sessions.open(token, owner, request.session_hash or "", again=arrival == "reload")
-        yield {parts.session: session, parts.tab: session.token, parts.browser: secret}
+        yield {parts.session: session, parts.tab: session.token}
         async for changes in self._watch(session, request.session_hash or ""):
             yield changes
 

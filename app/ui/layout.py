@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from app.service import ChatService
 from app.ui import drawing, frame, sidebar, status, strip
 from app.ui.changes import Page
-from app.ui.handlers import Handlers
+from app.ui.handlers import SECRET_CHARS, Handlers
 from app.ui.heads import heads_panel
 from app.ui.parts import IDLE, Parts
 from app.ui.session import Loading
@@ -29,7 +29,7 @@ _FORMULAS: list[dict[str, str | bool]] = [
 def build_page(service: ChatService, loading: Loading, uploads: Uploads) -> gr.Blocks:
     """The Gradio page over a service."""
     with Page(title="Octavo", analytics_enabled=False, fill_height=True) as page:
-        tab, browser, arrival, pulse = (gr.Textbox(visible=False) for _ in range(4))
+        tab, secret, arrival, pulse = (gr.Textbox(visible=False) for _ in range(4))
         header = gr.HTML(
             frame.header(uploads.max_bytes, drawing.QUIET_S),
             elem_id="oc-header",
@@ -79,12 +79,14 @@ def build_page(service: ChatService, loading: Loading, uploads: Uploads) -> gr.B
         with dock:
             heads_panel(service, loading, session, [shelf, turns])
         shown = (welcome, chat, turns, line, shelf, question, foot, chats, library, source, options, pulse)
-        parts = Parts(session, tab, browser, *shown)
-        _connect(page, header, arrival, Handlers(service, loading, uploads, parts), parts)
+        parts = Parts(session, tab, *shown)
+        _connect(page, header, secret, arrival, Handlers(service, loading, uploads, parts), parts)
     return page.queue(default_concurrency_limit=None, api_open=False)
 
 
-def _connect(page: gr.Blocks, header: gr.HTML, arrival: gr.Textbox, handlers: Handlers, parts: Parts) -> None:
+def _connect(
+    page: gr.Blocks, header: gr.HTML, secret: gr.Textbox, arrival: gr.Textbox, handlers: Handlers, parts: Parts
+) -> None:
     """Events of the header's script carry what other parts of the page report."""
     session = parts.session
 
@@ -95,12 +97,11 @@ def _connect(page: gr.Blocks, header: gr.HTML, arrival: gr.Textbox, handlers: Ha
     # The tab finds its place again by one secret; chats and library belong to another, which all tabs share.
     # A tab that is loaded again is itself; one with the secret of a tab that is still open is a copy of that.
     known = (
-        "() => [sessionStorage.getItem('octavo') || '', localStorage.getItem('octavo-browser') || '',"
+        "() => [octavo.tab.getItem('octavo') || '', octavo.secret,"
         " performance.getEntriesByType('navigation')[0]?.type || '']"
     )
-    page.load(handlers.opened, [parts.tab, parts.browser, arrival], js=known, **on())
-    parts.tab.change(None, [parts.tab], None, js="token => { sessionStorage.setItem('octavo', token); }")
-    parts.browser.change(None, [parts.browser], None, js="key => { localStorage.setItem('octavo-browser', key); }")
+    page.load(handlers.opened, [parts.tab, secret, arrival], js=known, **on())
+    parts.tab.change(None, [parts.tab], None, js="token => { octavo.tab.setItem('octavo', token); }")
     parts.pulse.change(None, [parts.pulse], None, js="() => { window.octavoPulse = Date.now(); }")
     page.unload(handlers.left)
     parts.question.submit(handlers.asked, [session, parts.question], **on(trigger_mode="multiple"))
@@ -115,6 +116,7 @@ def _connect(page: gr.Blocks, header: gr.HTML, arrival: gr.Textbox, handlers: Ha
 
 def mount_page(app: FastAPI, service: ChatService, loading: Loading, uploads: Uploads) -> FastAPI:
     """The app with the page at its root."""
+    storage = (_HERE / "storage.js").read_text(encoding="utf-8").replace("SECRET_CHARS", str(SECRET_CHARS))
     return gr.mount_gradio_app(
         app,
         build_page(service, loading, uploads),
@@ -128,5 +130,6 @@ def mount_page(app: FastAPI, service: ChatService, loading: Loading, uploads: Up
         pwa=False,
         favicon_path=str(_HERE / "favicon.svg"),
         theme=theme(),
+        head=f"<script>{storage}</script>",
         css_paths=_HERE / "style.css",
     )

@@ -7,7 +7,7 @@ const find = (selector) => document.querySelector(selector);
 const box = () => find("#oc-question textarea");
 
 // ---- light and dark: as the system says, until the person says otherwise
-const chosen = localStorage.getItem("octavo-theme");
+const chosen = octavo.local.getItem("octavo-theme");
 if (chosen) document.body.classList.toggle("dark", chosen === "dark");
 
 // ---- files
@@ -178,7 +178,7 @@ const actions = {
   },
   theme: () => {
     const dark = document.body.classList.toggle("dark");
-    localStorage.setItem("octavo-theme", dark ? "dark" : "light");
+    octavo.local.setItem("octavo-theme", dark ? "dark" : "light");
   },
   suggest: () => trigger("suggested"),
   remove: (button) => trigger("removed", { id: idOf(button) }),
@@ -236,12 +236,12 @@ const narrow = matchMedia("(max-width: 70rem)");
 
 function side(open, remember = false) {
   document.body.dataset.side = !open ? "closed" : narrow.matches ? "over" : "beside";
-  if (remember && !narrow.matches) localStorage.setItem("octavo-side", open ? "open" : "closed");
+  if (remember && !narrow.matches) octavo.local.setItem("octavo-side", open ? "open" : "closed");
   const panel = find("#oc-side");
   if (panel) panel.inert = !open;
 }
-side(!narrow.matches && localStorage.getItem("octavo-side") !== "closed");
-narrow.addEventListener("change", () => side(!narrow.matches && localStorage.getItem("octavo-side") !== "closed"));
+side(!narrow.matches && octavo.local.getItem("octavo-side") !== "closed");
+narrow.addEventListener("change", () => side(!narrow.matches && octavo.local.getItem("octavo-side") !== "closed"));
 
 function rename(item) {
   const field = document.createElement("input");
@@ -266,7 +266,7 @@ function rename(item) {
 
 async function save(item, kind) {
   const answer = await fetch(`exports/${item.dataset.id}.${kind}`, {
-    headers: { "X-Octavo-Browser": localStorage.getItem("octavo-browser") || "" },
+    headers: { "X-Octavo-Browser": octavo.secret },
   });
   if (!answer.ok) {
     alert(`The chat could not be saved: ${(await answer.json().catch(() => ({}))).error || answer.status}`);
@@ -348,7 +348,7 @@ const DRAFT = "octavo-draft";
 let leaving = false;
 addEventListener("beforeunload", () => {
   leaving = true;
-  sessionStorage.setItem(DRAFT, box()?.value || "");
+  octavo.tab.setItem(DRAFT, box()?.value || "");
 });
 // The library tells of each connection that ends with its page as of an error, before anyone else knows that it ends.
 const complain = console.error;
@@ -356,7 +356,7 @@ console.error = (...said) => setTimeout(() => leaving || complain(...said), 0);
 const restoring = setInterval(() => {
   if (!box()) return;
   clearInterval(restoring);
-  const kept = sessionStorage.getItem(DRAFT);
+  const kept = octavo.tab.getItem(DRAFT);
   if (kept && !box().value) write(kept);
 }, 50);
 

@@ -23,7 +23,6 @@ class Parts:
 
     session: gr.State
     tab: gr.Textbox
-    browser: gr.Textbox
     welcome: gr.HTML
     chat: gr.Chatbot
     turns: gr.HTML

@@ -297,6 +297,7 @@ def test_after_a_restart_chats_are_there_and_an_interrupted_answer_says_so(
     fresh.click(f"{CHATS} .oc-open")
     _answers(fresh, 2)
     assert "Interrupted" in fresh.inner_text("#oc-chat")
+    state(fresh, "idle")
     fresh.click("[aria-label='Answer question 2 again']")
     until(lambda: "2 / 2" in fresh.inner_text("#oc-chat"))
     state(fresh, "idle")
