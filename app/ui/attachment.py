@@ -9,7 +9,7 @@ from app.chat import Selection
 from app.documents import Document, Page
 
 
-@dataclass
+@dataclass(eq=False)
 class Attachment:
     """A document on the shelf; `document` is None while it is read and when `error` says why it cannot be."""
 
@@ -17,7 +17,7 @@ class Attachment:
     id: str = field(default_factory=lambda: secrets.token_hex(4))
     document: Document | None = None
     error: str = ""
-    tokens: int | None = None
+    counts: dict[tuple[int, int], int] = field(default_factory=dict)  # tokens, by the pages chosen
     arrived: float = 0.0  # when its upload was whole (monotonic seconds); 0 for what was here already
     first: int = 1
     last: int = 1
@@ -26,6 +26,11 @@ class Attachment:
     def of(cls, source: Selection) -> Attachment:
         """A document that is there already."""
         return cls(source.document.name, document=source.document, first=source.first_page, last=source.last_page)
+
+    @property
+    def tokens(self) -> int | None:
+        """Of the chosen pages; None until they are counted."""
+        return self.counts.get((self.first, self.last))
 
     @property
     def whole(self) -> bool:
@@ -50,4 +55,3 @@ class Attachment:
         if first > last:
             first, last = (first, first) if first != self.first else (last, last)
         self.first, self.last = first, last
-        self.tokens = None

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 
 from app.chat import Chat, Selection, Turn
 from app.documents import Document
 from app.engine.types import SamplingParams
+from app.errors import Cancelled, describe
 from app.library import Owner
 from app.service import ChatService, MemoryBegins, PlanView
 from app.ui.answer import Answer
@@ -28,12 +33,30 @@ class Conversation:
         self.service = service
         self.owner = owner
         self.chat = chat or service.new_chat()
-        self.shelf: list[Attachment] = []
         self.deleted = False
         self.unsaved = ""  # why the disk does not hold what is shown
-        self.version = 0  # counts what changed beside the answer in progress
+        self.asking = asyncio.Lock()  # held while a question is looked at: who presses twice asks once
+        self._versions = count()
+        self.shelf = []
+        self._tokenizing = threading.Lock()  # so that no document is counted twice at the same time
+        self._planning: asyncio.Future[None] | None = None
+        self._planned: tuple[object, PlanView | Exception | None] = (None, None)
         self._answers: list[Answer] = []
         self._unlisted: dict[str, tuple[Document, int | None]] = {}  # by label: for the library, with its tokens
+
+    def changed(self) -> None:
+        """Something beside the answer in progress is another now: every tab that shows the chat draws it anew."""
+        self.version = next(self._versions)  # no number twice, whichever threads count
+
+    @property
+    def shelf(self) -> list[Attachment]:
+        """Documents that wait for the next question; never changed in place."""
+        return self._shelf
+
+    @shelf.setter
+    def shelf(self, attachments: list[Attachment]) -> None:
+        self._shelf = attachments
+        self.changed()
 
     @property
     def running(self) -> Answer | None:
@@ -60,8 +83,35 @@ class Conversation:
         return next((item for item in self.shelf if item.document is None and not item.error), None)
 
     def plan(self, question: str = "") -> PlanView:
-        """What the next question would need. Raises what the service raises."""
-        return self.service.plan(self.chat, [attachment.source for attachment in self.readable], question)
+        """What the next question would need; slow where tokens are not counted yet. Raises what the service raises."""
+        self._count_tokens()
+        with self._tokenizing:
+            return self.service.plan(self.chat, [attachment.source for attachment in self.readable], question)
+
+    def plan_ahead(self, wanted: object) -> asyncio.Future[None] | None:
+        """Count tokens and plan the next question in a thread; None where that is done, or under way, already.
+
+        `wanted` is equal as long as nothing has changed that the plan depends on.
+        """
+        if wanted == self._planned[0] or (self._planning is not None and not self._planning.done()):
+            return None
+        self._planning = asyncio.get_running_loop().run_in_executor(None, self._plan_for, wanted)
+        return self._planning
+
+    def planned(self, wanted: object) -> PlanView | Exception | None:
+        """What the next question would take, or why that cannot be told; None while it is not known."""
+        made_for, plan = self._planned
+        return plan if made_for == wanted else None
+
+    def _plan_for(self, wanted: object) -> None:
+        plan: PlanView | Exception | None = None
+        try:
+            if self.service.ready:
+                self._count_tokens()
+                plan = self.plan() if self.readable and self.running is None else None
+        except Exception as error:
+            plan = error
+        self._planned = wanted, plan
 
     @property
     def memory_begins(self) -> MemoryBegins | None:
@@ -86,11 +136,18 @@ class Conversation:
         fitting = [page for page in pages if (page.end - pages[0].start) / chars * tokens <= room * 0.97]
         return (largest, largest.first, fitting[-1].number) if fitting else None
 
-    def count_tokens(self) -> None:
-        """Fill in the token counts that are missing, as far as the tokenizer is there."""
+    def _count_tokens(self) -> None:
+        """Fill in the counts that are missing; of pages that nobody wants any more it is given up."""
         for attachment in self.readable:
-            if attachment.tokens is None and self.service.ready:
-                attachment.tokens = self.service.count_tokens(attachment.source)
+            source = attachment.source
+
+            def gone(attachment: Attachment = attachment, source: Selection = source) -> bool:
+                return attachment not in self.shelf or attachment.source != source
+
+            if attachment.tokens is None:
+                with self._tokenizing, suppress(Cancelled):
+                    tokens = self.service.count_tokens(source, cancelled=gone)
+                    attachment.counts[source.first_page, source.last_page] = tokens
 
     def shelve(self, attachment: Attachment) -> None:
         """Put a document that was uploaded on the shelf, in the order of arrival: word of a later one may overtake."""
@@ -110,21 +167,40 @@ class Conversation:
                 break
         self.shelf = shelf
 
-    def use(self, label: str) -> bool:
-        """Put a document of the library on the shelf; false when its text is gone."""
-        document = self.owner.open(label)
-        if document is None:
-            return False
-        if not any(item.document is not None and item.source.label == label for item in self.shelf):
-            self.shelf = [*self.shelf, Attachment(document.name, document=document, last=len(document.pages))]
-        return True
+    def take_off(self, attachment_id: str) -> None:
+        """Take a document off the shelf."""
+        self.shelf = [item for item in self.shelf if item.id != attachment_id]
+
+    def choose(self, attachment: Attachment, first: int, last: int) -> None:
+        """Read only these pages of a document."""
+        attachment.choose(first, last)
+        self.changed()
+
+    def read(self, attachment: Attachment, document_of: Callable[[], Document]) -> None:
+        """Read the file of a document on the shelf; where that cannot be, its card says why."""
+        try:
+            document = document_of()
+            attachment.name, attachment.last = document.name, len(document.pages)
+            attachment.document = document
+        except Exception as error:
+            attachment.error, status, _ = describe(error)
+            if status >= 500:
+                log.exception("A document could not be read")
+        self.changed()
+
+    def use(self, document: Document) -> None:
+        """Put a document of the library on the shelf, where it is not there yet."""
+        new = Attachment.of(Selection.whole(document))
+        if not any(item.source.label == new.source.label for item in self.readable):
+            self.shelf = [*self.shelf, new]
 
     def ask(self, question: str, instead_of: str | None = None) -> Answer:
         """Start an answer over the shelf's documents, which move into the chat with it.
 
         With the id of a turn the question takes the place of that one's, on a branch of its own.
         """
-        attachments, self.shelf = self.readable, []
+        shelf, attachments = self.shelf, self.readable
+        self.shelf = [item for item in shelf if item not in attachments and not item.error]  # files that are still read
         sources: list[Selection] = []
         if instead_of is not None:
             replaced = self.chat.tree[instead_of]
@@ -188,14 +264,14 @@ class Conversation:
         self._answers = [a for a in self._answers if not a.finished.is_set()] + [answer]
         self.save()
         answer.start(self.service, self.chat, previous, self._ended)
-        self.version += 1
+        self.changed()
         return answer
 
     def show(self, turn_id: str) -> None:
         """Show the branch with this turn."""
         self.chat.show(turn_id)
         self.save()
-        self.version += 1
+        self.changed()
 
     def _ended(self, answer: Answer) -> None:
         """Documents that the chat has not read, as the question was stopped or failed, wait on the shelf again."""

@@ -13,14 +13,16 @@ from app.errors import NotReady, describe
 from app.service import ChatService, PlanView
 from app.ui import frame, messages, options, shelf, sidebar, status, strip
 from app.ui.answer import Answer
+from app.ui.conversation import Conversation
 from app.ui.parts import BUSY, IDLE, Changes, Parts
 from app.ui.session import Loading, Session, Sessions
 
 log = logging.getLogger("octavo.ui")
 
-# Ten updates a second look continuous; a long answer is sent less often, as the browser lays all of it out each time.
+# Ten updates a second look continuous; an answer whose last piece is long is sent less often: for so many characters of
+# it, which the browser lays out each time, an update is left out.
 UPDATE_S = 0.1
-CHARS_FOR_DOUBLE_TIME = 8_000
+CHARS_PER_UPDATE = 8_000
 COUNTDOWN_S = 0.5
 STATUS_S = 1.0
 # A page hears from its server at least every so often; after this silence it looks whether the connection is dead.
@@ -33,17 +35,22 @@ class Seen:
     """What a tab shows, to compare with; when parts of it were drawn; the length of its answer's last piece."""
 
     shown: object = None
+    dock: object = None
     lists: object = None
-    loading: object = None
+    listing: asyncio.Future[Changes] | None = None  # the lists, on their way
     version: int = -1
-    strip_at: float = 0.0
+    answer_at: float = 0.0
     status_at: float = 0.0
     pulse_at: float = 0.0
     piece: int = 0
 
 
 class Drawing:
-    """Draws the parts of a page for a session."""
+    """Draws the parts of a page for a session.
+
+    Nobody else draws the conversation, the shelf, the line above the question box and the lists: where two do, an older
+    drawing may come last.
+    """
 
     def __init__(self, service: ChatService, loading: Loading, parts: Parts, sessions: Sessions) -> None:
         self.service = service
@@ -52,19 +59,71 @@ class Drawing:
         self.sessions = sessions
 
     async def news(self, session: Session, seen: Seen) -> Changes:
-        """What a tab has not shown yet."""
-        parts, conversation, now = self.parts, session.conversation, time.monotonic()
-        before, seen.lists = seen.lists, self.sessions.lists(session.owner)
-        changes = await self.lists(session) if seen.lists != before else {}
+        """What a tab has not shown yet, as it is at this moment.
+
+        What may take long (tokens and plans, and lists, which are read from disk) is made in threads and drawn when it
+        is there. Most of it takes no time worth showing, so that it is waited for a moment.
+        """
+        begun = [session.conversation.plan_ahead(self._plan_of(session)), self._list_ahead(session, seen)]
+        if waited := [work for work in begun if work is not None]:
+            await asyncio.wait(waited, timeout=UPDATE_S)
+        lists: Changes = {}
+        if seen.listing is not None and seen.listing.done():
+            listing, seen.listing = seen.listing, None
+            lists = listing.result()
         shown, seen.shown = seen.shown, self._shown(session)
         if seen.shown != shown:
             seen.version, seen.piece = -1, 0
-            return await self.everything(session)
+            changes = self._everything(session)
+        else:
+            changes = self._progress(session, seen)
+        dock, seen.dock = seen.dock, self._dock(session)
+        if seen.dock != dock:
+            cards = shelf.cards(session.conversation.shelf)
+            changes |= {self.parts.shelf: cards, self.parts.strip: self.plan_strip(session)}
+        return lists | changes
+
+    @property
+    def _model(self) -> object:
+        """Equal as long as the model can be asked the same."""
+        return self.service.ready, self.service.load_error, bool(self.loading.anew)
+
+    def _plan_of(self, session: Session) -> object:
+        """Equal as long as the next question would take the same."""
+        return session.conversation.version, session.conversation.running, self._model
+
+    def _shown(self, session: Session) -> object:
+        """Equal as long as a tab needs no more of the conversation than the answer in progress drawn anew."""
+        return session.conversation, self._plan_of(session), session.first, session.editing
+
+    def _dock(self, session: Session) -> object:
+        """Equal as long as what stands below the conversation looks the same, but for an answer in progress."""
+        conversation = session.conversation
+        loading = None if self.service.ready and not self.loading.anew else (self.loading.stage, self.loading.share)
+        tokens = [attachment.tokens for attachment in conversation.shelf]
+        plan = conversation.planned(self._plan_of(session))
+        return self._shown(session), loading, tokens, plan, session.refusal
+
+    def _list_ahead(self, session: Session, seen: Seen) -> asyncio.Future[Changes] | None:
+        """Begin to read the lists in a thread, if they look otherwise now and none are on their way."""
+        conversation = session.conversation
+        lists = self.sessions.lists(session.owner), session.words, conversation, conversation.version, self._model
+        if seen.listing is not None or seen.lists == lists:
+            return None
+        seen.lists = lists
+        seen.listing = asyncio.get_running_loop().run_in_executor(None, self._lists, session)
+        return seen.listing
+
+    def _progress(self, session: Session, seen: Seen) -> Changes:
+        """What is new of an answer in progress, and a sign of life."""
+        parts, conversation, now = self.parts, session.conversation, time.monotonic()
+        changes: Changes = {}
         if (answer := conversation.running) is not None:
             if answer.phase == "queued":
                 self.sessions.give_way()
-            if answer.version != seen.version or now - seen.strip_at > COUNTDOWN_S:
-                seen.version, seen.strip_at = answer.version, now
+            pause = UPDATE_S * (seen.piece // CHARS_PER_UPDATE)
+            if now - seen.answer_at > (pause if answer.version != seen.version else max(pause, COUNTDOWN_S)):
+                seen.version, seen.answer_at = answer.version, now
                 changes[parts.strip] = self._running(answer)
                 if answer.text:  # each time, since what is left out once is sent whole after that
                     changes[parts.chat] = messages.messages(conversation, session.first)
@@ -75,44 +134,24 @@ class Drawing:
         if now - seen.pulse_at > PULSE_S:
             seen.pulse_at = now
             changes |= {parts.pulse: f"{now:.1f}", parts.session: session}  # which the library forgets otherwise
-        if conversation.running is None and (self.loading.anew or not self.service.ready):
-            before, seen.loading = seen.loading, (self.loading.stage, self.loading.share)
-            if seen.loading != before:
-                changes[parts.strip] = await self.plan_strip(session)
         return changes
 
-    def _shown(self, session: Session) -> object:
-        """Equal as long as a tab needs no more than the answer in progress drawn anew."""
-        conversation, service = session.conversation, self.service
-        model = service.ready, service.load_error, bool(self.loading.anew)
-        return conversation, conversation.version, conversation.running, session.first, session.editing, model
-
-    async def after_documents(self, session: Session) -> Changes:
-        """The shelf with its token counts, and the plan; other tabs with this chat draw them too."""
-        changes = await self.documents(session)
-        session.conversation.version += 1
-        return changes
-
-    async def documents(self, session: Session) -> Changes:
-        """The shelf with its token counts, and the plan."""
-        parts, conversation = self.parts, session.conversation
-        try:
-            await asyncio.to_thread(conversation.count_tokens)
-        except Exception as error:
-            return {parts.shelf: shelf.cards(conversation.shelf), parts.strip: self.error(error)}
-        return {parts.strip: await self.plan_strip(session), parts.shelf: shelf.cards(conversation.shelf)}
-
-    async def everything(self, session: Session) -> Changes:
-        """All that depends on which chat is shown."""
-        parts = self.parts
+    def _everything(self, session: Session) -> Changes:
+        """All that depends on which chat is shown; what is below it comes with it."""
         busy = session.conversation.running is not None
         return {
-            parts.question: gr.Textbox(**(BUSY if busy else IDLE)),
-            parts.status: self.status(session),
+            self.parts.question: gr.Textbox(**(BUSY if busy else IDLE)),
+            self.parts.status: self.status(session),
             **self._conversation(session),
-            **await self.documents(session),
-            **await self.lists(session),
         }
+
+    def refuse(self, session: Session, conversation: Conversation, why: str | Exception) -> None:
+        """Say above the question box why something was not done, until that is another matter; "" for no more of it."""
+        session.refusal = self._matter(session, conversation), why if isinstance(why, str) else self.error(why)
+
+    def _matter(self, session: Session, conversation: Conversation) -> object:
+        """Equal as long as a refusal is about what is shown."""
+        return conversation, conversation.version, session.editing, self._model
 
     def _conversation(self, session: Session) -> Changes:
         parts, conversation = self.parts, session.conversation
@@ -126,10 +165,6 @@ class Drawing:
     def _welcome(self) -> str:
         own = self.service.settings.engine == "own"
         return frame.welcome(self.service.status()["note"] if self.service.ready else "", own)
-
-    async def lists(self, session: Session) -> Changes:
-        """The panel with chats and library, as the disk has them."""
-        return await asyncio.to_thread(self._lists, session)
 
     def _lists(self, session: Session) -> Changes:
         parts, owner, service = self.parts, session.owner, self.service
@@ -147,11 +182,14 @@ class Drawing:
         )
         return {parts.chats: chats, parts.library: library}
 
-    async def plan_strip(self, session: Session) -> str:
-        """Where the answer stands, else what the next question would take."""
+    def plan_strip(self, session: Session) -> str:
+        """Where the answer stands, else what was refused, else what the next question would take."""
         conversation = session.conversation
         if (running := conversation.running) is not None:
             return self._running(running)
+        matter, why = session.refusal
+        if why and matter == self._matter(session, conversation):
+            return why
         if self.service.load_error is not None:
             return strip.error(self.service.load_error, "The model could not be loaded. ")
         if not self.service.ready:
@@ -162,14 +200,14 @@ class Drawing:
             return strip.editing()
         if not conversation.readable:
             return strip.idle(bool(conversation.chat.tree), conversation.unsaved)
-        try:
-            return self.plan_view(session, await asyncio.to_thread(conversation.plan))
-        except Exception as error:
-            return self.error(error)
+        plan = conversation.planned(self._plan_of(session))
+        if plan is None:
+            return strip.counting()
+        return self.error(plan) if isinstance(plan, Exception) else self.plan_view(conversation, plan)
 
-    def plan_view(self, session: Session, plan: PlanView) -> str:
+    def plan_view(self, conversation: Conversation, plan: PlanView) -> str:
         """A plan, with pages that should fit where it does not."""
-        suggestion = session.conversation.suggest(plan)
+        suggestion = conversation.suggest(plan)
         return strip.plan(plan, suggestion[1:] if suggestion is not None else None)
 
     def error(self, error: BaseException) -> str:

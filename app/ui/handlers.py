@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import secrets
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
 import gradio as gr
 
 from app.chat import Selection
+from app.documents import Document
 from app.documents.document import without_halves
-from app.errors import OctavoError, UsageError, describe
+from app.errors import OctavoError, UsageError
 from app.evidence import Passage, Quote
 from app.service import ChatService
-from app.ui import options, shelf, source, strip
+from app.ui import options, source, strip
 from app.ui.attachment import Attachment
-from app.ui.drawing import CHARS_FOR_DOUBLE_TIME, UPDATE_S, Drawing, Seen
+from app.ui.conversation import Conversation
+from app.ui.drawing import UPDATE_S, Drawing, Seen
 from app.ui.parts import BUSY, IDLE, Changes, Parts, field, files, number
 from app.ui.session import Loading, Session, Sessions
 from app.ui.uploads import Uploads
-
-log = logging.getLogger("octavo.ui")
 
 _PLACE = re.compile(r"(?P<kind>[pq])(?P<at>\d{1,3})(?::(?P<page>\d{1,9}))?", re.ASCII)  # passage or quote, and a page
 SECRET_CHARS = 24  # of a browser's secret; a shorter one is not from here
@@ -61,7 +61,7 @@ class Handlers:
                 changes = {self.parts.strip: self.draw.error(error)}
             if changes:
                 yield changes
-            await asyncio.sleep(UPDATE_S * (1 + seen.piece / CHARS_FOR_DOUBLE_TIME))
+            await asyncio.sleep(UPDATE_S)
 
     def left(self, request: gr.Request) -> None:
         """A page was closed or reloaded."""
@@ -77,29 +77,32 @@ class Handlers:
     async def asked(self, known: Session | None, question: str, request: gr.Request) -> AsyncIterator[Changes]:
         """A question was sent. What does not fit is said at once, and the question stays in its box."""
         session = await self._session(known, request)
-        parts, conversation = self.parts, session.conversation
-        if (running := conversation.running) is not None and not running.stopping:
-            yield self._nothing()  # the page's own loop draws where it stands: an answer of ours may come late
-            return
-        if not question.strip():
-            yield {parts.strip: await self.draw.plan_strip(session)}
-            return
+        conversation = session.conversation
+        async with conversation.asking:
+            if (running := conversation.running) is not None and not running.stopping:
+                yield self._nothing()
+                return
+            why = await self._why_not(conversation, question, session.editing) if question.strip() else ""
+            if why is not None:
+                self.draw.refuse(session, conversation, why)
+                yield self._nothing()
+                return
+            instead_of, session.editing = session.editing, None
+            yield {self.parts.question: gr.Textbox(value="", **BUSY)}
+            await asyncio.to_thread(conversation.ask, without_halves(question).strip(), instead_of)
+            self.sessions.changed(session.owner)
+
+    async def _why_not(self, conversation: Conversation, question: str, editing: str | None) -> str | Exception | None:
+        """Why a question cannot be asked now, as far as that is known before it is."""
         if (unread := conversation.unread) is not None:
-            yield {parts.strip: strip.waiting(unread)}
-            return
-        if self.service.ready and running is None and session.editing is None:
-            try:
-                plan = await asyncio.to_thread(conversation.plan, question)
-            except Exception as error:
-                yield {parts.strip: self.draw.error(error)}
-                return
-            if not plan.fits:
-                yield {parts.strip: self.draw.plan_view(session, plan)}
-                return
-        instead_of, session.editing = session.editing, None
-        yield {parts.question: gr.Textbox(value="", **BUSY)}
-        await asyncio.to_thread(conversation.ask, without_halves(question).strip(), instead_of)
-        self.sessions.changed(session.owner)
+            return strip.waiting(unread)
+        if not self.service.ready or conversation.running is not None or editing is not None:
+            return None
+        try:
+            plan = await asyncio.to_thread(conversation.plan, question)
+        except Exception as error:
+            return error
+        return None if plan.fits else self.draw.plan_view(conversation, plan)
 
     async def stopped(self, known: Session | None, request: gr.Request) -> Changes:
         """Stop was pressed."""
@@ -114,28 +117,28 @@ class Handlers:
         return self._nothing()
 
     def _nothing(self) -> Changes:
-        """What a handler gives that changes nothing itself: without a word from it, every part would be emptied."""
+        """What a handler gives that only changes things, which the page's loop draws: no word would empty all parts."""
         return {self.parts.tab: gr.skip()}
 
-    async def acted(self, known: Session | None, event: gr.EventData, request: gr.Request) -> AsyncIterator[Changes]:
+    async def acted(self, known: Session | None, event: gr.EventData, request: gr.Request) -> Changes:
         """Something was done to a chat, a turn or a document of the library."""
         session = await self._session(known, request)
-        yield self._nothing()
+        conversation = session.conversation
         try:
-            async for changes in self._act(session, event):
-                yield changes
-        except OSError as error:
-            yield {self.parts.strip: self.draw.error(error)}
+            return self._nothing() | await self._act(session, event)
+        except (OSError, UsageError) as error:
+            self.draw.refuse(session, conversation, error)
+            return self._nothing()
 
-    async def _act(self, session: Session, event: gr.EventData) -> AsyncIterator[Changes]:
+    async def _act(self, session: Session, event: gr.EventData) -> Changes:
+        """Do it; gives what is no part of what the page's own loop draws."""
         parts, conversation = self.parts, session.conversation
         what, wanted, value = field(event, "do"), str(field(event, "id") or ""), str(field(event, "value") or "")
         on_turn = what in ("edit", "unedit", "again", "resume", "branch", "fork")
         if on_turn and conversation.running is not None and what != "fork":
-            yield self._nothing()
-            return
+            return {}
         if on_turn and what != "unedit" and wanted not in conversation.chat.tree:
-            return
+            return {}
         match what:
             case "open":
                 await asyncio.to_thread(self.sessions.show, session, wanted)
@@ -143,44 +146,37 @@ class Handlers:
                 session.show_earlier()
             case "search":
                 session.words = value
-                yield await self.draw.lists(session)
             case "rename" | "delete" | "pin" | "forget":
                 await asyncio.to_thread(self._change_lists, session, what, wanted, value)
             case "source" if wanted in conversation.chat.tree:
-                yield {parts.source: await asyncio.to_thread(self._source, session, wanted, value)}
+                return {parts.source: await asyncio.to_thread(self._source, session, wanted, value)}
             case "earlier":
                 conversation.read_earlier(wanted)
-                yield await self.draw.after_documents(session)
             case "options":
-                yield {parts.options: options.form(conversation.chat)}
+                return {parts.options: options.form(conversation.chat)}
             case "keep":
-                try:
-                    options.take(conversation.chat, value)
-                except UsageError as error:
-                    yield {parts.strip: strip.error(error)}
-                    return
+                options.take(conversation.chat, value)
                 await asyncio.to_thread(conversation.save)
-                conversation.version += 1
-                yield {parts.options: "", parts.strip: await self.draw.plan_strip(session)}
+                conversation.changed()
+                return {parts.options: ""}
             case "use":
-                if await asyncio.to_thread(conversation.use, wanted):
-                    yield {parts.shelf: shelf.cards(conversation.shelf)}
-                    yield await self.draw.after_documents(session)
-                else:
-                    gone = UsageError("The text of this document is gone. Add the file again.")
-                    yield {parts.strip: strip.error(gone)}
+                document = await asyncio.to_thread(session.owner.open, wanted)
+                if document is None:
+                    raise UsageError("The text of this document is gone. Add the file again.")
+                conversation.use(document)
             case "fork":
                 await asyncio.to_thread(self.sessions.fork, session, wanted)
             case "branch":
                 await asyncio.to_thread(conversation.show, wanted)
             case "edit":
                 session.editing = wanted
-                yield {parts.question: gr.Textbox(value=conversation.chat.tree[wanted].question)}
+                return {parts.question: gr.Textbox(value=conversation.chat.tree[wanted].question)}
             case "unedit":
                 session.editing = None
-                yield {parts.question: gr.Textbox(value="")}
+                return {parts.question: gr.Textbox(value="")}
             case "again" | "resume":
                 await asyncio.to_thread(conversation.ask_again if what == "again" else conversation.resume, wanted)
+        return {}
 
     def _source(self, session: Session, turn_id: str, value: str) -> str:
         """What a card of evidence or a quote opens; `value` names it, and the page where another is asked for."""
@@ -219,52 +215,41 @@ class Handlers:
                 self.service.library.sweep(self.service.forget)
         self.sessions.changed(owner)
 
-    async def added(self, known: Session | None, event: gr.EventData, request: gr.Request) -> AsyncIterator[Changes]:
-        """Files have arrived: read them one after another, then say what they need."""
+    async def added(self, known: Session | None, event: gr.EventData, request: gr.Request) -> Changes:
+        """Files have arrived: read them one after another."""
         session = await self._session(known, request)
-        parts, conversation = self.parts, session.conversation
+        conversation = session.conversation
         arrived = []
         for upload_id, name in files(event):
             attachment = Attachment(str(name)[:200], arrived=self.uploads.arrived(upload_id))
             conversation.shelve(attachment)
             arrived.append((upload_id, attachment))
-        yield {parts.shelf: shelf.cards(conversation.shelf)}
         for upload_id, attachment in arrived:
-            await asyncio.to_thread(self._read, upload_id, attachment)
-            if session.conversation is conversation:
-                yield {parts.shelf: shelf.cards(conversation.shelf)}
-        yield await self.draw.after_documents(session)
+            await asyncio.to_thread(conversation.read, attachment, partial(self._document, upload_id))
+        return self._nothing()
 
-    def _read(self, upload_id: object, attachment: Attachment) -> None:
+    def _document(self, upload_id: object) -> Document:
+        """What an upload holds, which is gone then."""
+        upload = self.uploads.take(upload_id)
         try:
-            upload = self.uploads.take(upload_id)
-            try:
-                document = self.service.add_document(upload.path, upload.name)
-            finally:
-                upload.delete()
-        except Exception as error:
-            attachment.error, status, _ = describe(error)
-            if status >= 500:
-                log.exception("A document could not be read")
-            return
-        attachment.name = document.name
-        attachment.last = len(document.pages)
-        attachment.document = document
+            return self.service.add_document(upload.path, upload.name)
+        finally:
+            upload.delete()
 
     async def removed(self, known: Session | None, event: gr.EventData, request: gr.Request) -> Changes:
         """A document was taken off the shelf."""
         session = await self._session(known, request)
-        wanted, conversation = field(event, "id"), session.conversation
-        conversation.shelf = [attachment for attachment in conversation.shelf if attachment.id != wanted]
-        return await self.draw.after_documents(session)
+        session.conversation.take_off(str(field(event, "id")))
+        return self._nothing()
 
     async def paged(self, known: Session | None, event: gr.EventData, request: gr.Request) -> Changes:
         """Other pages of a document were chosen."""
         session = await self._session(known, request)
         for attachment in session.conversation.readable:
             if attachment.id == field(event, "id"):
-                attachment.choose(number(event, "first", attachment.first), number(event, "last", attachment.last))
-        return await self.draw.after_documents(session)
+                first, last = number(event, "first", attachment.first), number(event, "last", attachment.last)
+                session.conversation.choose(attachment, first, last)
+        return self._nothing()
 
     async def suggested(self, known: Session | None, request: gr.Request) -> Changes:
         """The pages that should fit were accepted."""
@@ -273,8 +258,8 @@ class Handlers:
         try:
             suggestion = conversation.suggest(await asyncio.to_thread(conversation.plan))
         except OctavoError as error:
-            return {self.parts.strip: self.draw.error(error)}
+            self.draw.refuse(session, conversation, error)
+            return self._nothing()
         if suggestion is not None:
-            attachment, first, last = suggestion
-            attachment.choose(first, last)
-        return await self.draw.after_documents(session)
+            conversation.choose(*suggestion)
+        return self._nothing()

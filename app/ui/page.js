@@ -244,6 +244,7 @@ side(!narrow.matches && octavo.local.getItem("octavo-side") !== "closed");
 narrow.addEventListener("change", () => side(!narrow.matches && octavo.local.getItem("octavo-side") !== "closed"));
 
 function rename(item) {
+  const [id, before] = [item.dataset.id, [...item.childNodes]]; // the list may be drawn anew meanwhile
   const field = document.createElement("input");
   field.className = "oc-search";
   field.setAttribute("aria-label", "New title");
@@ -254,8 +255,8 @@ function rename(item) {
   const end = (keep) => {
     if (done) return;
     done = true;
-    if (keep) act("rename", item.dataset.id, field.value);
-    else act("search", "", find("[data-search]").value); // draws the list anew
+    if (field.isConnected) item.replaceChildren(...before);
+    if (keep) act("rename", id, field.value);
   };
   field.addEventListener("keydown", (event) => {
     if (event.key === "Enter") end(true);
@@ -293,9 +294,24 @@ addEventListener("click", ({ target }) => {
     if (!menu.contains(target) || target.closest("button")) menu.open = false;
 });
 
+// A list may be drawn anew while a button of it is held down, and then the button stands for something else, or another
+// one is in its place: what was pressed counts.
+let pressed = null;
+const buttonAt = (target) => target?.closest?.("[data-do], [data-example]");
+const saidBy = (button) => button && JSON.stringify([{ ...button.dataset }, button.closest("[data-id]")?.dataset.id]);
+addEventListener("pointerdown", (event) => {
+  const button = event.button === 0 ? buttonAt(event.target) : null;
+  pressed = { button, said: saidBy(button) };
+}, true);
+addEventListener("pointerup", ({ clientX, clientY }) => {
+  const now = buttonAt(document.elementFromPoint(clientX, clientY));
+  if (now && pressed?.button?.isConnected === false && saidBy(now) === pressed.said) now.click();
+}, true);
+
 addEventListener("click", (event) => {
-  const button = event.target.closest?.("[data-do], [data-example]");
+  const button = buttonAt(event.target);
   if (!button || button.closest("#oc-chat .message")) return; // markup in an answer presses no buttons
+  if (event.pointerType && pressed && saidBy(button) !== pressed.said) return;
   if (button.dataset.do) actions[button.dataset.do]?.(button);
   else write(button.textContent.trim());
 });

@@ -55,6 +55,7 @@ class Session:
         self.hidden = conversation.length  # how many turns the page leaves out
         self.show_earlier()
         self.editing: str | None = None  # the turn whose question the next one replaces
+        self.refusal: tuple[object, str] = (None, "")  # of what, and the line that says why; see Drawing.refuse
 
     def show_earlier(self) -> None:
         """Show more turns of a long chat."""

@@ -70,6 +70,11 @@ def waiting(attachment: Attachment) -> str:
     return strip("wait", f"{escape(attachment.name)} is still being read. Ask again in a moment.")
 
 
+def counting() -> str:
+    """What the next question would take is not known yet: a long document's tokens take a while to be counted."""
+    return strip("wait", "Counting tokens", share=-1)
+
+
 def plan(view: PlanView, suggestion: tuple[int, int] | None) -> str:
     """The plan before anything runs; `suggestion` is a page range that fits when the whole does not."""
     if not view.fits:

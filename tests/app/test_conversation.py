@@ -19,7 +19,7 @@ from app.ui.attachment import Attachment
 from app.ui.conversation import Conversation
 from app.ui.drawing import Drawing
 from app.ui.session import Loading
-from tests.fakes import END, FakeRunner, FakeTokenizer, result_of
+from tests.fakes import END, FakeRunner, FakeTokenizer
 
 
 def test_a_document_is_ready_where_it_was_read_at_these_settings() -> None:
@@ -46,8 +46,8 @@ def test_an_empty_library_promises_what_is_kept() -> None:
 def above(conversation: Conversation) -> str:
     """The line above the question box."""
     drawing: Any = SimpleNamespace(service=conversation.service, loading=Loading())
-    session: Any = SimpleNamespace(conversation=conversation, editing=None)
-    return result_of(Drawing.plan_strip(drawing, session))
+    session: Any = SimpleNamespace(conversation=conversation, editing=None, refusal=(None, ""))
+    return Drawing.plan_strip(drawing, session)
 
 
 def test_a_full_disk_stops_no_answer_and_is_told(
@@ -95,6 +95,20 @@ def test_the_shelf_is_in_the_order_of_arrival(tmp_path: Path) -> None:
     conversation.read_earlier(third.id)
     conversation.shelve(Attachment("fourth", arrived=4))
     assert [item.name for item in conversation.shelf] == ["first", "third", "second", "fourth"]
+    service.close()
+
+
+def test_a_file_that_is_read_while_a_question_is_asked_stays_on_the_shelf(tmp_path: Path) -> None:
+    model = OpenModel("fake", FakeRunner(capacity=2000), FakeTokenizer(), frozenset({END}), lambda context: context)
+    service = LocalService(Settings(cache_dir=tmp_path), lambda settings, progress: model)
+    service.load()
+    conversation = Conversation(service, Library(tmp_path / "library").owner("a secret"))
+    (tmp_path / "asked.txt").write_text("The word is heron.")
+    conversation.use(service.add_document(tmp_path / "asked.txt"))
+    conversation.shelf = [*conversation.shelf, Attachment("bad.txt", error="No text."), Attachment("coming.txt")]
+    answer = conversation.ask("What is the word?")
+    assert [item.name for item in conversation.shelf] == ["coming.txt"]
+    assert answer.finished.wait(10)
     service.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from itertools import count, pairwise
@@ -14,6 +15,8 @@ from playwright.sync_api import Page, Route
 
 from app.engine.types import Memory
 from app.errors import UsageError
+from app.service import PlanView
+from app.ui.conversation import Conversation
 from app.ui.frame import welcome
 from app.ui.session import Session, Sessions
 from tests.browser.conftest import Site, add, ask, state, until
@@ -274,6 +277,26 @@ def test_a_question_during_an_answer_is_held_and_told(site: Site, open_page: Ope
     assert page.locator("#oc-chat .user").nth(1).inner_text().strip() == "Second?"
     page.keyboard.press("Escape")
     state(page, "idle")
+
+
+def test_pressing_twice_asks_once(site: Site, open_page: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned, plan = threading.Event(), Conversation.plan
+
+    def slow(conversation: Conversation, question: str = "") -> PlanView:
+        assert planned.wait(20)
+        return plan(conversation, question)
+
+    monkeypatch.setattr(Conversation, "plan", slow)
+    page = open_page(site.url)
+    state(page, "idle")
+    with page.expect_response("**/queue/join*"):
+        ask(page, "Once?")
+    with page.expect_response("**/queue/join*"):
+        page.press("#oc-question textarea", "Enter")
+    planned.set()
+    state(page, "answering")
+    state(page, "idle")
+    assert page.locator("#oc-chat .user").count() == 1
 
 
 def test_loading_is_shown_and_a_question_waits_for_it(start_site: Callable[[Script], Site], open_page: Open) -> None:
