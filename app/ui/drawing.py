@@ -140,6 +140,7 @@ class Drawing:
         """All that depends on which chat is shown; what is below it comes with it."""
         busy = session.conversation.running is not None
         return {
+            self.parts.tab: session.kept,
             self.parts.question: gr.Textbox(**(BUSY if busy else IDLE)),
             self.parts.status: self.status(session),
             **self._conversation(session),

@@ -38,16 +38,16 @@ class Handlers:
         self.sessions = Sessions(service)
         self.draw = Drawing(service, loading, parts, self.sessions)
 
-    async def opened(self, token: str, secret: str, arrival: str, request: gr.Request) -> AsyncIterator[Changes]:
+    async def opened(self, kept: str, secret: str, arrival: str, request: gr.Request) -> AsyncIterator[Changes]:
         """A page was loaded: find its chat again or begin one, and show what happens there.
 
-        `arrival` is the browser's word for how it came to be loaded.
+        `kept` is what the tab has, see Session.kept; `arrival` is the browser's word for how it came to be loaded.
         """
         parts = self.parts
         secret = secret if len(secret) >= SECRET_CHARS else secrets.token_urlsafe(SECRET_CHARS)
         owner = self.service.library.owner(secret)
-        session = await self.sessions.open(token, owner, request.session_hash or "", again=arrival == "reload")
-        yield {parts.session: session, parts.tab: session.token}
+        session = await self.sessions.open(kept, owner, request.session_hash or "", again=arrival == "reload")
+        yield {parts.session: session, parts.tab: session.kept}
         async for changes in self._watch(session, request.session_hash or ""):
             yield changes
 
@@ -141,7 +141,7 @@ class Handlers:
             return {}
         match what:
             case "open":
-                await asyncio.to_thread(self.sessions.show, session, wanted)
+                await self.sessions.show(session, wanted)
             case "older":
                 session.show_earlier()
             case "search":

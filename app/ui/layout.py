@@ -94,14 +94,15 @@ def _connect(
         quiet = {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}
         return quiet | {"outputs": parts.all} | more
 
-    # The tab finds its place again by one secret; chats and library belong to another, which all tabs share.
-    # A tab that is loaded again is itself; one with the secret of a tab that is still open is a copy of that.
+    # The tab finds its place again by one secret, and by its chat where that is forgotten; chats and library belong to
+    # another secret, which all tabs share. A tab that is loaded again is itself; one with the secret of a tab that is
+    # still open is a copy of that.
     known = (
         "() => [octavo.tab.getItem('octavo') || '', octavo.secret,"
         " performance.getEntriesByType('navigation')[0]?.type || '']"
     )
     page.load(handlers.opened, [parts.tab, secret, arrival], js=known, **on())
-    parts.tab.change(None, [parts.tab], None, js="token => { octavo.tab.setItem('octavo', token); }")
+    parts.tab.change(None, [parts.tab], None, js="kept => { octavo.tab.setItem('octavo', kept); }")
     parts.pulse.change(None, [parts.pulse], None, js="() => { window.octavoPulse = Date.now(); }")
     page.unload(handlers.left)
     parts.question.submit(handlers.asked, [session, parts.question], **on(trigger_mode="multiple"))

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from app.chat import Chat
@@ -57,6 +58,11 @@ class Session:
         self.editing: str | None = None  # the turn whose question the next one replaces
         self.refusal: tuple[object, str] = (None, "")  # of what, and the line that says why; see Drawing.refuse
 
+    @property
+    def kept(self) -> str:
+        """What the tab keeps, to be found again: its secret, and the chat that it shows."""
+        return f"{self.token} {self.conversation.chat.id}"
+
     def show_earlier(self) -> None:
         """Show more turns of a long chat."""
         self.hidden = max(0, min(self.hidden, self.conversation.length) - TURNS)
@@ -86,11 +92,16 @@ class Sessions:
         """Equal as long as the lists of an owner look the same."""
         return self._changes[id(owner)], self.running(owner)
 
-    async def open(self, token: str, owner: Owner, page: str, again: bool = False) -> Session:
-        """The session of a tab's secret when its page is gone or is loaded `again`, else a new one; `page` holds it."""
+    async def open(self, kept: str, owner: Owner, page: str, again: bool = False) -> Session:
+        """The session that a tab `kept` when its page is gone or is loaded `again`, else a new one; `page` holds it.
+
+        Where the tab's secret is not known any more, as after a restart, a new one shows the chat that the tab showed.
+        """
+        token, _, chat_id = kept.partition(" ")
         session = self._sessions.get(token)
         if session is not None and session.owner is not owner:
             session = None
+        forgotten = session is None
         for _ in range(10):  # Going back to a page can be faster than the news that the old one is gone.
             if session is None or session.page is None or again:
                 break
@@ -99,6 +110,9 @@ class Sessions:
             session = Session(owner, page, Conversation(self._service, owner))
             self._sessions[session.token] = session
         session.page = page
+        if forgotten:
+            with suppress(OSError):  # who opens it from the list is told
+                await self.show(session, chat_id)
         return session
 
     async def of(self, page: str) -> Session | None:
@@ -110,16 +124,21 @@ class Sessions:
             await asyncio.sleep(0.05)
         return None
 
-    def show(self, session: Session, chat_id: str) -> bool:
-        """Have a tab show a saved chat, with its answer if one runs; false when it is not this browser's."""
-        for other in list(self._sessions.values()):
-            if other.owner is session.owner and other.conversation.chat.id == chat_id:
-                self._replace(session, other.conversation)
-                return True
-        chat = session.owner.open_chat(chat_id)
-        if chat is not None:
-            self._replace(session, Conversation(self._service, session.owner, chat))
-        return chat is not None
+    async def show(self, session: Session, chat_id: str) -> None:
+        """Have a tab show a saved chat, with its answer if one runs; nothing happens when it is not this browser's."""
+        conversation = self._opened(session.owner, chat_id)
+        if conversation is None:
+            chat = await asyncio.to_thread(session.owner.open_chat, chat_id)
+            conversation = self._opened(session.owner, chat_id)  # by another tab meanwhile
+            if conversation is None and chat is not None:
+                conversation = Conversation(self._service, session.owner, chat)
+        if conversation is not None:
+            self._replace(session, conversation)
+
+    def _opened(self, owner: Owner, chat_id: str) -> Conversation | None:
+        """A chat of this browser that is open already."""
+        own = [s.conversation for s in list(self._sessions.values()) if s.owner is owner]
+        return next((conversation for conversation in own if conversation.chat.id == chat_id), None)
 
     def clear(self, session: Session) -> None:
         """Have a tab begin a new chat; what runs in the old one goes on."""
