@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from app.chat import Selection
 from app.documents import Document, Page
+from app.errors import describe
+
+log = logging.getLogger("octavo.ui")
 
 
 @dataclass(eq=False)
@@ -46,6 +51,17 @@ class Attachment:
         """What to give to the service."""
         assert self.document is not None
         return Selection(self.document, self.first, self.last)
+
+    def read(self, document_of: Callable[[], Document]) -> None:
+        """Read its file, whichever shelf it is on by then; where that cannot be, `error` says why."""
+        try:
+            document = document_of()
+            self.name, self.last = document.name, len(document.pages)
+            self.document = document
+        except Exception as error:
+            self.error, status, _ = describe(error)
+            if status >= 500:
+                log.exception("A document could not be read")
 
     def choose(self, first: int, last: int) -> None:
         """Read only these pages. Numbers are kept in range; where they cross, the one that did not change gives way."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -14,7 +14,7 @@ from itertools import count
 from app.chat import Chat, Selection, Turn
 from app.documents import Document
 from app.engine.types import SamplingParams
-from app.errors import Cancelled, describe
+from app.errors import Cancelled
 from app.library import Owner
 from app.service import ChatService, MemoryBegins, PlanView
 from app.ui.answer import Answer
@@ -46,7 +46,12 @@ class Conversation:
 
     def changed(self) -> None:
         """Something beside the answer in progress is another now: every tab that shows the chat draws it anew."""
-        self.version = next(self._versions)  # no number twice, whichever threads count
+        self._version = next(self._versions)  # no number twice, whichever threads count
+
+    @property
+    def version(self) -> object:
+        """Equal as long as nothing beside the answer in progress has changed; a file that was read has."""
+        return self._version, [(item.document is None, item.error) for item in self._shelf]
 
     @property
     def shelf(self) -> list[Attachment]:
@@ -158,6 +163,11 @@ class Conversation:
         shelf.insert(at, attachment)
         self.shelf = shelf
 
+    def take_over(self, other: Conversation) -> None:
+        """Have what waits on the shelf of another chat wait here; a file that is being read is read for this one."""
+        waiting, other.shelf = [item for item in other.shelf if not item.error], []
+        self.shelf = [*self.shelf, *waiting]
+
     def read_earlier(self, attachment_id: str) -> None:
         """Move a document of the shelf one place up: documents are read in its order."""
         shelf = list(self.shelf)
@@ -174,18 +184,6 @@ class Conversation:
     def choose(self, attachment: Attachment, first: int, last: int) -> None:
         """Read only these pages of a document."""
         attachment.choose(first, last)
-        self.changed()
-
-    def read(self, attachment: Attachment, document_of: Callable[[], Document]) -> None:
-        """Read the file of a document on the shelf; where that cannot be, its card says why."""
-        try:
-            document = document_of()
-            attachment.name, attachment.last = document.name, len(document.pages)
-            attachment.document = document
-        except Exception as error:
-            attachment.error, status, _ = describe(error)
-            if status >= 500:
-                log.exception("A document could not be read")
         self.changed()
 
     def use(self, document: Document) -> None:

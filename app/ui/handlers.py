@@ -225,7 +225,7 @@ class Handlers:
             conversation.shelve(attachment)
             arrived.append((upload_id, attachment))
         for upload_id, attachment in arrived:
-            await asyncio.to_thread(conversation.read, attachment, partial(self._document, upload_id))
+            await asyncio.to_thread(attachment.read, partial(self._document, upload_id))
         return self._nothing()
 
     def _document(self, upload_id: object) -> Document:

@@ -141,8 +141,11 @@ class Sessions:
         return next((conversation for conversation in own if conversation.chat.id == chat_id), None)
 
     def clear(self, session: Session) -> None:
-        """Have a tab begin a new chat; what runs in the old one goes on."""
-        self._replace(session, Conversation(self._service, session.owner))
+        """Have a tab begin a new chat, with what waits on its shelf; what runs in the old one goes on."""
+        old, new = session.conversation, Conversation(self._service, session.owner)
+        self._replace(session, new)
+        if not self._shown(old) and not old.asking.locked():  # else a question is just being asked about it
+            new.take_over(old)
 
     def fork(self, session: Session, turn_id: str) -> None:
         """Have a tab go on from an answer in a chat of its own."""
@@ -193,6 +196,11 @@ class Sessions:
             gone = session.page is None and now - session.left_at > UNWATCHED_S
             if gone and id(session.conversation) not in watched:
                 session.conversation.stop()
+
+    def _shown(self, conversation: Conversation) -> bool:
+        """Whether a page shows a conversation."""
+        sessions = list(self._sessions.values())
+        return any(session.page is not None and session.conversation is conversation for session in sessions)
 
     def _replace(self, session: Session, conversation: Conversation) -> None:
         """Show another chat; one that still answers is held by a session without a page."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page
 
+from app.documents import Document
 from app.library import Owner
 from tests.browser.conftest import Site, add, ask, state, until
 from tests.browser.scripted import Script
@@ -34,6 +36,13 @@ def _asked(page: Page, question: str, number: int) -> None:
     _answers(page, number)
     state(page, "answering", "reading", "opening")
     state(page, "idle")
+
+
+def _fresh(page: Page) -> None:
+    """Press "New chat" and wait until it is there."""
+    shown = page.evaluate("sessionStorage.getItem('octavo')")
+    page.click("[data-do=fresh]:visible")
+    until(lambda: page.evaluate("sessionStorage.getItem('octavo')") != shown)
 
 
 def _read(site: Site, open_page: Open, document: Path, question: str = "What is the code word?") -> Page:
@@ -209,6 +218,40 @@ def test_chats_are_searched_renamed_exported_and_deleted(
     until(lambda: "No chat" in page.inner_text("#oc-chats"))
     page.fill("[data-search]", "")
     until(lambda: page.locator(CHATS).count() == 1)
+
+
+def test_documents_that_wait_go_with_a_new_chat(
+    site: Site, open_page: Open, texts: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, read = threading.Event(), site.service.add_document
+
+    def slow(path: Path, name: str = "") -> Document:
+        assert name != "slow.txt" or disk.wait(60)
+        return read(path, name)
+
+    monkeypatch.setattr(site.service, "add_document", slow)
+    page = open_page(site.url)
+    state(page, "idle")
+    cards, reading = page.locator("#oc-shelf .oc-card"), page.locator("#oc-shelf .oc-busy")
+    add(page, texts("ready.txt", "citrine"))
+    page.set_input_files("#oc-picker", str(texts("slow.txt", "jasper")))
+    until(lambda: reading.count() == 1)
+    _fresh(page)
+    assert cards.count() == 2 and reading.count() == 1
+    disk.set()
+    until(lambda: reading.count() == 0 and cards.count() == 2)
+    state(page, "plan")
+    _asked(page, "What is the code word?", 1)
+    assert "ready.txt" in page.inner_text("#oc-chat .user") and "slow.txt" in page.inner_text("#oc-chat .user")
+
+    add(page, texts("shared.txt", "topaz"))
+    other = page.context.new_page()
+    other.goto(site.url)
+    other.click(f"{CHATS} .oc-open")
+    other.wait_for_selector("#oc-shelf .oc-card")
+    _fresh(page)
+    until(lambda: cards.count() == 0)
+    assert other.locator("#oc-shelf .oc-card").count() == 1  # where another tab shows it
 
 
 def test_a_document_is_used_again_pinned_and_removed(site: Site, open_page: Open, texts: Texts) -> None:
