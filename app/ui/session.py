@@ -142,10 +142,7 @@ class Sessions:
 
     def clear(self, session: Session) -> None:
         """Have a tab begin a new chat, with what waits on its shelf; what runs in the old one goes on."""
-        old, new = session.conversation, Conversation(self._service, session.owner)
-        self._replace(session, new)
-        if not self._shown(old) and not old.asking.locked():  # else a question is just being asked about it
-            new.take_over(old)
+        self._replace(session, Conversation(self._service, session.owner), along=True)
 
     def fork(self, session: Session, turn_id: str) -> None:
         """Have a tab go on from an answer in a chat of its own."""
@@ -202,13 +199,19 @@ class Sessions:
         sessions = list(self._sessions.values())
         return any(session.page is not None and session.conversation is conversation for session in sessions)
 
-    def _replace(self, session: Session, conversation: Conversation) -> None:
-        """Show another chat; one that still answers is held by a session without a page."""
+    def _replace(self, session: Session, conversation: Conversation, along: bool = False) -> None:
+        """Show another chat. What waits on the shelf of the old one goes `along`, or is there when it is opened again.
+
+        From a chat that was never asked it goes along in any case: no list leads back there.
+        """
         old = session.conversation
-        if old.running is not None and not any(
-            other is not session and other.conversation is old for other in list(self._sessions.values())
-        ):
+        session.show(conversation)
+        if self._shown(old):
+            return
+        asking = old.asking.locked()  # a question, about what waits
+        if (along or not old.chat.tree) and not asking:
+            conversation.take_over(old)
+        if old.running is not None or asking or old.shelf:  # held by a session without a page
             ghost = Session(session.owner, "", old)
             ghost.page, ghost.left_at = None, time.monotonic()
             self._sessions[ghost.token] = ghost
-        session.show(conversation)

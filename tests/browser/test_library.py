@@ -254,6 +254,30 @@ def test_documents_that_wait_go_with_a_new_chat(
     assert other.locator("#oc-shelf .oc-card").count() == 1  # where another tab shows it
 
 
+def test_documents_that_wait_are_there_when_their_chat_is_opened_again(
+    site: Site, open_page: Open, texts: Texts
+) -> None:
+    page = open_page(site.url)
+    state(page, "idle")
+    cards, chats = page.locator("#oc-shelf .oc-card"), page.locator(f"{CHATS} .oc-open")
+    _asked(page, "First chat?", 1)
+    until(lambda: chats.count() == 1)
+    first = f"#oc-chats [data-id='{page.get_attribute(CHATS, 'data-id')}'] .oc-open"
+    add(page, texts("first.txt", "agate"))
+    page.click("[aria-label='Go on from answer 1 in a new chat']")
+    until(lambda: chats.count() == 2 and cards.count() == 0)
+    page.click(first)
+    until(lambda: cards.count() == 1)
+    assert "first.txt" in page.inner_text("#oc-shelf")
+
+    other = page.context.new_page()
+    other.goto(site.url)
+    state(other, "idle")
+    add(other, texts("unasked.txt", "onyx"))
+    other.click(first)  # from a chat that nothing leads back to
+    until(lambda: other.locator("#oc-shelf .oc-card").count() == 2 and cards.count() == 2)
+
+
 def test_a_document_is_used_again_pinned_and_removed(site: Site, open_page: Open, texts: Texts) -> None:
     page = _read(site, open_page, texts("again.txt", "crimson"))
     page.click("[data-do=fresh]:visible")
