@@ -14,9 +14,9 @@ NOTE
   <p class="oc-kinds">PDF, Word, OpenDocument, RTF, EPUB, HTML, Markdown, text, notebooks, source code; folders, zip and
     tar archives of them. Drop them anywhere, or paste a long text.</p>
   <ul class="oc-examples" aria-label="Example questions">
-    <li><button type="button" data-example>Summarise this document in five sentences.</button></li>
-    <li><button type="button" data-example>Which people, places and dates does it name?</button></li>
-    <li><button type="button" data-example>What does it decide, and on what grounds?</button></li>
+    <li><button type="button" data-example>Summarise the main points in five sentences.</button></li>
+    <li><button type="button" data-example>Which people, places and dates are named?</button></li>
+    <li><button type="button" data-example>What is decided, and on what grounds?</button></li>
   </ul>
 </div>
 """

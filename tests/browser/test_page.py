@@ -398,6 +398,8 @@ def test_the_first_page_tells_of_a_small_model(start_site: Callable[[Script], Si
     page = open_page(start_site(Script(note="A small <b>model</b> answers here.")).url)
     state(page, "idle")
     assert page.inner_text(".oc-welcome .oc-model") == "A small <b>model</b> answers here."
+    examples = " ".join(page.locator("[data-example]").all_text_contents())
+    assert examples and " document" not in examples and " it " not in examples  # there may be none, or several
     assert "Nothing leaves this machine" in page.inner_text(".oc-welcome")
     assert "leaves this machine" not in welcome(own=False)  # to another server it does
 
