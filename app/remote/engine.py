@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import openai
@@ -45,6 +46,8 @@ class RemoteEngine:
             max_retries=0,  # an answer that broke off must not begin again behind one's back
             timeout=openai.Timeout(None, connect=_CONNECT_S),  # reading millions of tokens may take an hour
         )
+        self._closing = threading.Lock()
+        self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="octavo-remote", daemon=True)
         self._thread.start()
@@ -75,13 +78,18 @@ class RemoteEngine:
         """Ask for an answer: `body` as the API has it, with "messages" or "prompt"; `prompt_tokens` is an estimate."""
         job = Job(GenerationRequest(()), on_done)
         job.events.put(Progress(0, prompt_tokens, 0, 0.0, 0.0))
-        self._running[job] = None
-        self._loop.call_soon_threadsafe(self._begin, job, body)
+        with self._closing:
+            if self._closed:
+                raise RemoteError("Octavo is being stopped. Start it anew, then ask again.")
+            self._running[job] = None
+            self._loop.call_soon_threadsafe(self._begin, job, body)
         return _RemoteGeneration(job, self._cancel)
 
     def close(self) -> None:
-        """Cancel everything."""
-        if self._thread.is_alive():
+        """Cancel everything; nothing is taken any more."""
+        with self._closing:
+            closed, self._closed = self._closed, True
+        if not closed:
             asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
             self._thread.join(5)
 
@@ -128,8 +136,9 @@ class RemoteEngine:
             return Failed(self._broke_off())
         if isinstance(error, openai.OpenAIError):
             return Failed(self._told(error))
-        if isinstance(error, Exception):
-            return Failed(error)
+        if isinstance(error, Exception):  # parts of an answer that are none, which nobody checks one by one
+            told = f"{self.base_url} sent what is no answer ({type(error).__name__}: {error}). See what runs there."
+            return Failed(RemoteError(told))
         return answer.done(answer.reason or "stop")
 
     async def _stream(self, job: Job, body: dict[str, Any], answer: _Parts) -> None:
@@ -204,4 +213,5 @@ class _RemoteGeneration(Generation):
     """A Generation whose end is the end of a connection."""
 
     def __del__(self) -> None:
-        self.cancel()
+        with suppress(RuntimeError):  # the loop is gone as well, as at the end of the process
+            self.cancel()

@@ -37,6 +37,7 @@ class Conversation:
         self.unsaved = ""  # why the disk does not hold what is shown
         self.asking = asyncio.Lock()  # held while a question is looked at: who presses twice asks once
         self._versions = count()
+        self._shelving = threading.RLock()  # answers end in threads, and put back what they have not read
         self.shelf = []
         self._tokenizing = threading.Lock()  # so that no document is counted twice at the same time
         self._planning: asyncio.Future[None] | None = None
@@ -71,6 +72,11 @@ class Conversation:
     def live(self, turn: Turn) -> Answer | None:
         """The answer to a turn while it is not in the chat yet."""
         return next((a for a in self._answers if a.turn_id == turn.id and not a.finished.is_set()), None)
+
+    @property
+    def asked(self) -> bool:
+        """Whether there is a question; until then the chat is in no list."""
+        return bool(self.chat.tree)
 
     @property
     def length(self) -> int:
@@ -156,30 +162,37 @@ class Conversation:
 
     def shelve(self, attachment: Attachment) -> None:
         """Put a document that was uploaded on the shelf, in the order of arrival: word of a later one may overtake."""
-        shelf = list(self.shelf)
-        at = len(shelf)
-        while at and shelf[at - 1].arrived > attachment.arrived:
-            at -= 1
-        shelf.insert(at, attachment)
-        self.shelf = shelf
+        with self._shelving:
+            shelf = list(self.shelf)
+            at = len(shelf)
+            while at and shelf[at - 1].arrived > attachment.arrived:
+                at -= 1
+            shelf.insert(at, attachment)
+            self.shelf = shelf
 
     def take_over(self, other: Conversation) -> None:
         """Have what waits on the shelf of another chat wait here; a file that is being read is read for this one."""
-        waiting, other.shelf = [item for item in other.shelf if not item.error], []
-        self.shelf = [*self.shelf, *waiting]
+        with other._shelving:
+            waiting, other.shelf = [item for item in other.shelf if not item.error], []
+        with self._shelving:
+            here = {item.source.key for item in self.readable}
+            new = [item for item in waiting if item.document is None or item.source.key not in here]
+            self.shelf = [*self.shelf, *new]
 
     def read_earlier(self, attachment_id: str) -> None:
         """Move a document of the shelf one place up: documents are read in its order."""
-        shelf = list(self.shelf)
-        for at in range(1, len(shelf)):
-            if shelf[at].id == attachment_id:
-                shelf[at - 1 : at + 1] = shelf[at], shelf[at - 1]
-                break
-        self.shelf = shelf
+        with self._shelving:
+            shelf = list(self.shelf)
+            for at in range(1, len(shelf)):
+                if shelf[at].id == attachment_id:
+                    shelf[at - 1 : at + 1] = shelf[at], shelf[at - 1]
+                    break
+            self.shelf = shelf
 
     def take_off(self, attachment_id: str) -> None:
         """Take a document off the shelf."""
-        self.shelf = [item for item in self.shelf if item.id != attachment_id]
+        with self._shelving:
+            self.shelf = [item for item in self.shelf if item.id != attachment_id]
 
     def choose(self, attachment: Attachment, first: int, last: int) -> None:
         """Read only these pages of a document."""
@@ -189,20 +202,23 @@ class Conversation:
     def use(self, document: Document) -> None:
         """Put a document of the library on the shelf, where it is not there yet."""
         new = Attachment.of(Selection.whole(document))
-        if not any(item.source.label == new.source.label for item in self.readable):
-            self.shelf = [*self.shelf, new]
+        with self._shelving:
+            if not any(item.source.label == new.source.label for item in self.readable):
+                self.shelf = [*self.shelf, new]
 
     def ask(self, question: str, instead_of: str | None = None) -> Answer:
         """Start an answer over the shelf's documents, which move into the chat with it.
 
         With the id of a turn the question takes the place of that one's, on a branch of its own.
         """
-        shelf, attachments = self.shelf, self.readable
-        self.shelf = [item for item in shelf if item not in attachments and not item.error]  # files that are still read
         sources: list[Selection] = []
         if instead_of is not None:
             replaced = self.chat.tree[instead_of]
             self.chat.head, sources = replaced.parent, list(replaced.sources)
+        with self._shelving:
+            shelf, attachments = self.shelf, self.readable
+            # What stays are files that are still read.
+            self.shelf = [item for item in shelf if item not in attachments and not item.error]
         for attachment in attachments:
             document, tokens = attachment.source.document, attachment.tokens if attachment.whole else None
             self._unlisted[attachment.source.label] = document, tokens
@@ -215,7 +231,8 @@ class Conversation:
         """
         turn = self.chat.tree[turn_id]
         asked = {source.key for source in turn.sources}
-        self.shelf = [item for item in self.shelf if item.document is None or item.source.key not in asked]
+        with self._shelving:
+            self.shelf = [item for item in self.shelf if item.document is None or item.source.key not in asked]
         self.chat.head = turn.parent
         chosen = self.chat.sampling
         if chosen.temperature == 0:
@@ -274,7 +291,8 @@ class Conversation:
     def _ended(self, answer: Answer) -> None:
         """Documents that the chat has not read, as the question was stopped or failed, wait on the shelf again."""
         if self._answers[-1:] == [answer]:
-            here = {item.source.key for item in self.readable}
-            unread = [source for source in answer.sources if not self.chat.has(source) and source.key not in here]
-            self.shelf = [Attachment.of(source) for source in unread if source.document.pages] + self.shelf
+            with self._shelving:
+                here = {item.source.key for item in self.readable}
+                unread = [source for source in answer.sources if not self.chat.has(source) and source.key not in here]
+                self.shelf = [Attachment.of(source) for source in unread if source.document.pages] + self.shelf
         self.save()

@@ -156,7 +156,7 @@ class Drawing:
 
     def _conversation(self, session: Session) -> Changes:
         parts, conversation = self.parts, session.conversation
-        asked = bool(conversation.chat.tree)
+        asked = conversation.asked
         return {
             parts.welcome: gr.HTML(self._welcome(), visible=not asked),
             parts.chat: gr.Chatbot(messages.messages(conversation, session.first), visible=asked),
@@ -200,7 +200,7 @@ class Drawing:
         if session.editing is not None:
             return strip.editing()
         if not conversation.readable:
-            return strip.idle(bool(conversation.chat.tree), conversation.unsaved)
+            return strip.idle(conversation.asked, conversation.unsaved or session.lost)
         plan = conversation.planned(self._plan_of(session))
         if plan is None:
             return strip.counting()

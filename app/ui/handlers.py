@@ -25,7 +25,8 @@ from app.ui.session import Loading, Session, Sessions
 from app.ui.uploads import Uploads
 
 _PLACE = re.compile(r"(?P<kind>[pq])(?P<at>\d{1,3})(?::(?P<page>\d{1,9}))?", re.ASCII)  # passage or quote, and a page
-SECRET_CHARS = 24  # of a browser's secret; a shorter one is not from here
+SECRET_CHARS = 24  # of a browser's secret at least; a shorter one, or with what no header carries, is not from here
+_SECRET = re.compile(rf"[!-~]{{{SECRET_CHARS},200}}")
 
 
 class Handlers:
@@ -44,7 +45,7 @@ class Handlers:
         `kept` is what the tab has, see Session.kept; `arrival` is the browser's word for how it came to be loaded.
         """
         parts = self.parts
-        secret = secret if len(secret) >= SECRET_CHARS else secrets.token_urlsafe(SECRET_CHARS)
+        secret = secret if _SECRET.fullmatch(secret) else secrets.token_urlsafe(SECRET_CHARS)
         owner = self.service.library.owner(secret)
         session = await self.sessions.open(kept, owner, request.session_hash or "", again=arrival == "reload")
         yield {parts.session: session, parts.tab: session.kept}
@@ -77,20 +78,25 @@ class Handlers:
     async def asked(self, known: Session | None, question: str, request: gr.Request) -> AsyncIterator[Changes]:
         """A question was sent. What does not fit is said at once, and the question stays in its box."""
         session = await self._session(known, request)
-        conversation = session.conversation
+        conversation, instead_of = session.conversation, session.editing  # the tab may show another meanwhile
         async with conversation.asking:
             if (running := conversation.running) is not None and not running.stopping:
                 yield self._nothing()
                 return
-            why = await self._why_not(conversation, question, session.editing) if question.strip() else ""
-            if why is not None:
-                self.draw.refuse(session, conversation, why)
+            why = await self._why_not(conversation, question, instead_of) if question.strip() else ""
+            if conversation.deleted:
                 yield self._nothing()
                 return
-            instead_of, session.editing = session.editing, None
-            yield {self.parts.question: gr.Textbox(value="", **BUSY)}
+            if why is not None:
+                self.draw.refuse(session, self.sessions.keep(session, conversation), why)
+                yield self._nothing()
+                return
+            if session.conversation is conversation:
+                session.editing, session.lost = None, ""
+                yield {self.parts.question: gr.Textbox(value="", **BUSY)}
             await asyncio.to_thread(conversation.ask, without_halves(question).strip(), instead_of)
             self.sessions.changed(session.owner)
+            yield self._nothing()
 
     async def _why_not(self, conversation: Conversation, question: str, editing: str | None) -> str | Exception | None:
         """Why a question cannot be asked now, as far as that is known before it is."""
@@ -175,6 +181,7 @@ class Handlers:
                 session.editing = None
                 return {parts.question: gr.Textbox(value="")}
             case "again" | "resume":
+                session.lost = ""
                 await asyncio.to_thread(conversation.ask_again if what == "again" else conversation.resume, wanted)
         return {}
 

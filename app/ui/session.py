@@ -22,6 +22,8 @@ UNWATCHED_S = 15.0
 OPEN_S = 30.0  # that what is used on a page waits at most until the page is known
 TURNS = 30  # that a page holds at first, and how many more it gets when somebody asks for earlier ones
 
+_LOST = "Octavo was started anew. Documents that waited here for a question must be added again."
+
 
 @dataclass
 class Loading:
@@ -48,6 +50,7 @@ class Session:
         self.left_at = 0.0
         self.words = ""
         self.tested: dict[str, str] = {}  # by the chat's id, the document that was chosen there for the self-test
+        self.draft = conversation  # the tab's new chat; another is begun once it was asked
         self.show(conversation)
 
     def show(self, conversation: Conversation) -> None:
@@ -56,12 +59,13 @@ class Session:
         self.hidden = conversation.length  # how many turns the page leaves out
         self.show_earlier()
         self.editing: str | None = None  # the turn whose question the next one replaces
+        self.lost = ""  # what to tell of documents that waited for a question when the server ended
         self.refusal: tuple[object, str] = (None, "")  # of what, and the line that says why; see Drawing.refuse
 
     @property
     def kept(self) -> str:
-        """What the tab keeps, to be found again: its secret, and the chat that it shows."""
-        return f"{self.token} {self.conversation.chat.id}"
+        """What the tab keeps, to be found again: its secret, its chat, and how many documents wait there."""
+        return f"{self.token} {self.conversation.chat.id} {len(self.conversation.shelf)}"
 
     def show_earlier(self) -> None:
         """Show more turns of a long chat."""
@@ -97,7 +101,7 @@ class Sessions:
 
         Where the tab's secret is not known any more, as after a restart, a new one shows the chat that the tab showed.
         """
-        token, _, chat_id = kept.partition(" ")
+        token, chat_id, waiting, *_ = [*kept.split(" "), "", ""]
         session = self._sessions.get(token)
         if session is not None and session.owner is not owner:
             session = None
@@ -113,6 +117,8 @@ class Sessions:
         if forgotten:
             with suppress(OSError):  # who opens it from the list is told
                 await self.show(session, chat_id)
+            if waiting.strip("0"):
+                session.lost = _LOST
         return session
 
     async def of(self, page: str) -> Session | None:
@@ -142,7 +148,24 @@ class Sessions:
 
     def clear(self, session: Session) -> None:
         """Have a tab begin a new chat, with what waits on its shelf; what runs in the old one goes on."""
-        self._replace(session, Conversation(self._service, session.owner), along=True)
+        old, new = session.conversation, session.draft
+        if new.asked or new.deleted or (new is old and old.asking.locked()):
+            new = session.draft = Conversation(self._service, session.owner)
+        if new is not old:
+            self._replace(session, new)
+            if not self._shown(old) and not old.asking.locked():  # else a question is looked at that is about it
+                new.take_over(old)
+
+    def keep(self, session: Session, conversation: Conversation) -> Conversation:
+        """Where the documents of a refused question are now: along with the tab, where that has left their chat.
+
+        Unless that was asked before: then it is in the list.
+        """
+        left = session.conversation is not conversation and not self._shown(conversation)
+        if not left or conversation.asked:
+            return conversation
+        session.conversation.take_over(conversation)
+        return session.conversation
 
     def fork(self, session: Session, turn_id: str) -> None:
         """Have a tab go on from an answer in a chat of its own."""
@@ -168,12 +191,15 @@ class Sessions:
         """A chat is to be deleted: stop it, and have the tabs that show it begin a new one; gives it, if it is open."""
         chat = None
         self.changed(owner)
-        for session in list(self._sessions.values()):
-            if session.owner is owner and session.conversation.chat.id == chat_id:
-                chat = session.conversation.chat
-                session.conversation.deleted = True
-                session.conversation.stop()
-                session.show(Conversation(self._service, owner))
+        # Pages first: what waits on the shelf was no part of the chat, and goes on waiting where somebody sees it.
+        for session in sorted(self._sessions.values(), key=lambda session: session.page is None):
+            old = session.conversation
+            if session.owner is owner and old.chat.id == chat_id:
+                chat, old.deleted = old.chat, True
+                old.stop()
+                session.draft = Conversation(self._service, owner)
+                session.draft.take_over(old)
+                session.show(session.draft)
         return chat
 
     def leave(self, page: str) -> None:
@@ -199,19 +225,11 @@ class Sessions:
         sessions = list(self._sessions.values())
         return any(session.page is not None and session.conversation is conversation for session in sessions)
 
-    def _replace(self, session: Session, conversation: Conversation, along: bool = False) -> None:
-        """Show another chat. What waits on the shelf of the old one goes `along`, or is there when it is opened again.
-
-        From a chat that was never asked it goes along in any case: no list leads back there.
-        """
+    def _replace(self, session: Session, conversation: Conversation) -> None:
+        """Show another chat. What runs or waits in the old one is held by a session without a page."""
         old = session.conversation
         session.show(conversation)
-        if self._shown(old):
-            return
-        asking = old.asking.locked()  # a question, about what waits
-        if (along or not old.chat.tree) and not asking:
-            conversation.take_over(old)
-        if old.running is not None or asking or old.shelf:  # held by a session without a page
+        if not self._shown(old) and (old.running is not None or old.asking.locked() or old.shelf):
             ghost = Session(session.owner, "", old)
             ghost.page, ghost.left_at = None, time.monotonic()
             self._sessions[ghost.token] = ghost

@@ -7,7 +7,15 @@ window.octavo = (() => {
   };
   const storage = (name) => {
     try {
-      return window[name];
+      const kept = window[name];
+      return {
+        getItem: (item) => kept.getItem(item),
+        setItem: (item, text) => {
+          try {
+            kept.setItem(item, text);
+          } catch {} // it is full
+        },
+      };
     } catch {
       return passing();
     }
@@ -17,7 +25,7 @@ window.octavo = (() => {
 
   const SECRET = "octavo-browser";
   let secret = local.getItem(SECRET) || "";
-  if (secret.length < SECRET_CHARS) {
+  if (secret.length < SECRET_CHARS || !/^[!-~]{1,200}$/.test(secret)) { // as the server has it
     const bytes = crypto.getRandomValues(new Uint8Array(SECRET_CHARS));
     secret = [...bytes].map((byte) => byte.toString(16).padStart(2, "0")).join("");
     local.setItem(SECRET, secret);

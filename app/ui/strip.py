@@ -53,7 +53,7 @@ def error(error: BaseException, what: str = "") -> str:
 
 
 def idle(asked: bool, unsaved: str = "") -> str:
-    """Nothing waits to be read; `unsaved` is why the disk does not hold the chat."""
+    """Nothing waits to be read; `unsaved` is why the disk does not hold the chat, or what was lost of it."""
     if unsaved:
         return strip("error", f'<span class="oc-unsaved">{escape(unsaved)}</span>')
     return strip("idle", "Ask on, or add another document." if asked else "No document yet.")

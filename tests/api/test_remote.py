@@ -191,3 +191,26 @@ def test_a_stop_ends_an_answer_however_early_it_comes(start: Start, connect: Con
     service.close()
     assert last.finished.is_set()
     service.close()
+    with pytest.raises(RemoteError, match="being stopped"):
+        service._engine.submit({"messages": []}, 1, lambda done: None)
+
+
+@pytest.mark.parametrize("part", [b"data: {no json\n\n", b'data: {"id": "x", "choices": null}\n\n'])
+def test_parts_that_are_none_are_the_servers_fault(
+    start: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch, part: bytes
+) -> None:
+    service = connect(start())
+    create = service._engine._client.chat.completions.create
+
+    async def broken(**body: Any) -> Any:
+        stream = await create(**body)
+
+        async def lines() -> Any:
+            yield part
+
+        monkeypatch.setattr(stream.response, "aiter_bytes", lines)
+        return stream
+
+    monkeypatch.setattr(service._engine._client.chat.completions, "create", broken)
+    with pytest.raises(RemoteError, match="sent what is no answer"):
+        service.ask(service.new_chat(), "Hello?").result()

@@ -46,7 +46,7 @@ def test_an_empty_library_promises_what_is_kept() -> None:
 def above(conversation: Conversation) -> str:
     """The line above the question box."""
     drawing: Any = SimpleNamespace(service=conversation.service, loading=Loading())
-    session: Any = SimpleNamespace(conversation=conversation, editing=None, refusal=(None, ""))
+    session: Any = SimpleNamespace(conversation=conversation, editing=None, lost="", refusal=(None, ""))
     return Drawing.plan_strip(drawing, session)
 
 

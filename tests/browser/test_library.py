@@ -233,6 +233,7 @@ def test_documents_that_wait_go_with_a_new_chat(
     page = open_page(site.url)
     state(page, "idle")
     cards, reading = page.locator("#oc-shelf .oc-card"), page.locator("#oc-shelf .oc-busy")
+    _asked(page, "Before that?", 1)
     add(page, texts("ready.txt", "citrine"))
     page.set_input_files("#oc-picker", str(texts("slow.txt", "jasper")))
     until(lambda: reading.count() == 1)
@@ -274,8 +275,12 @@ def test_documents_that_wait_are_there_when_their_chat_is_opened_again(
     other.goto(site.url)
     state(other, "idle")
     add(other, texts("unasked.txt", "onyx"))
-    other.click(first)  # from a chat that nothing leads back to
-    until(lambda: other.locator("#oc-shelf .oc-card").count() == 2 and cards.count() == 2)
+    other.click(first)
+    other.wait_for_selector("#oc-shelf .oc-card:has-text('first.txt')")
+    assert other.locator("#oc-shelf .oc-card").count() == 1
+    _fresh(other)  # is the new chat that there was, with what waits in it
+    other.wait_for_selector("#oc-shelf .oc-card:has-text('unasked.txt')")
+    assert other.locator("#oc-shelf .oc-card").count() == 1 == cards.count()
 
 
 def test_a_document_is_used_again_pinned_and_removed(site: Site, open_page: Open, texts: Texts) -> None:
@@ -361,6 +366,8 @@ def test_after_a_restart_chats_are_there_and_an_interrupted_answer_says_so(
     page.keyboard.press("Escape")
     state(page, "idle")
     owner.save_chat(saved)
+    add(page, texts("waits.txt", "umber"))
+    state(page, "plan")
     tab = page.evaluate("sessionStorage.getItem('octavo')")
 
     second = start_site(Script(chunk_s=0.05, token_s=0.002))
@@ -372,9 +379,10 @@ def test_after_a_restart_chats_are_there_and_an_interrupted_answer_says_so(
     fresh.reload()
     _answers(fresh, 2)
     assert "Interrupted" in fresh.inner_text("#oc-chat")
+    assert "must be added again" in fresh.inner_text("#oc-strip")  # what waited on the shelf
     other.reload()
     other.wait_for_selector(".oc-welcome", state="visible")
-    state(other, "idle")
+    state(other, "error")  # its tab says that documents waited there
     assert "code word" not in other.inner_text("#oc-chats") and not other.is_visible("#oc-chat")
     fresh.click("[aria-label='Answer question 2 again']")
     until(lambda: "2 / 2" in fresh.inner_text("#oc-chat"))

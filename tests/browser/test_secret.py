@@ -98,3 +98,12 @@ def test_a_browser_that_keeps_nothing_has_its_chats_as_long_as_the_page_is_there
     page.click(f"{CHATS} .oc-open")
     until(lambda: "Does it work?" in page.inner_text("#oc-chat"))
     assert errors == []
+
+
+def test_where_the_browser_has_no_room_left_the_page_works(site: Site, context: BrowserContext) -> None:
+    page = context.new_page()
+    page.add_init_script("Storage.prototype.setItem = () => { throw new DOMException('', 'QuotaExceededError'); };")
+    page.goto(site.url)
+    _asks(page, "Is there room?")
+    page.click("#oc-header [data-do=theme]")
+    assert len(_secret(page)) >= 24

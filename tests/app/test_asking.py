@@ -1,0 +1,175 @@
+"""A question is looked at while the tab goes on: to another chat, to an edit, or the chat is deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app.config import Settings
+from app.local import LocalService
+from app.model import OpenModel
+from app.ui.attachment import Attachment
+from app.ui.handlers import Handlers
+from app.ui.session import Loading, Session
+from app.ui.uploads import Uploads
+from tests.app.test_drawing import PARTS, document
+from tests.fakes import END, FakeRunner, FakeTokenizer, result_of
+
+REQUEST: Any = SimpleNamespace(session_hash="page")
+
+
+class Desk:
+    """The page's handlers over a model of 2,000 tokens; plans wait for `looked`."""
+
+    def __init__(self, service: LocalService, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.service = service
+        self.handlers = Handlers(service, Loading(), Uploads(1 << 20), PARTS)
+        self.looking, self.looked = threading.Event(), threading.Event()
+        plan = service.plan
+
+        def slow(*args: Any) -> Any:
+            self.looking.set()
+            assert self.looked.wait(10)
+            return plan(*args)
+
+        monkeypatch.setattr(service, "plan", slow)
+
+    async def tab(self, page: str = "page") -> Session:
+        return await self.handlers.sessions.open("", self.service.library.owner("a secret"), page)
+
+    async def ask(self, session: Session, question: str) -> list[Any]:
+        """What the page is sent."""
+        return [changes async for changes in self.handlers.asked(session, question, REQUEST)]
+
+    async def asked(self, session: Session, question: str) -> None:
+        """Ask and wait for the answer's end."""
+        self.looked.set()
+        await self.ask(session, question)
+        running = session.conversation.running
+        if running is not None:
+            await asyncio.to_thread(running.finished.wait, 10)
+        self.looked.clear()
+        self.looking.clear()
+
+    async def meanwhile(self, session: Session, question: str, what: Any) -> list[Any]:
+        """Ask, do something while the question is looked at, and wait for what the page is sent."""
+        asking = asyncio.create_task(self.ask(session, question))
+        await asyncio.to_thread(self.looking.wait, 10)
+        done = what()
+        if asyncio.iscoroutine(done):
+            await done
+        self.looked.set()
+        return await asking
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    model = OpenModel("fake", FakeRunner(capacity=2000), FakeTokenizer(), frozenset({END}), lambda context: context)
+    service = LocalService(Settings(cache_dir=tmp_path), lambda settings, progress: model)
+    service.load()
+    yield Desk(service, monkeypatch)
+    service.close()
+
+
+def waiting(session: Session) -> list[str]:
+    return [item.name for item in session.conversation.shelf]
+
+
+def put(desk: Desk, session: Session, tmp_path: Path, name: str, length: int = 10) -> Attachment:
+    attachment = document(desk.service, tmp_path, name, length)
+    session.conversation.shelve(attachment)
+    return attachment
+
+
+def test_a_refused_question_leaves_its_documents_where_the_tab_has_gone(desk: Desk, tmp_path: Path) -> None:
+    async def use() -> None:
+        session = await desk.tab()
+        put(desk, session, tmp_path, "long.txt", 5000)
+        await desk.meanwhile(session, "What?", lambda: desk.handlers.sessions.clear(session))
+        assert waiting(session) == ["long.txt"] and not session.conversation.asked
+        assert session.refusal[1] and session.refusal[1] == desk.handlers.draw.plan_strip(session)
+
+    result_of(use())
+
+
+def test_another_chat_is_left_alone_when_the_question_is_asked(desk: Desk, tmp_path: Path) -> None:
+    async def use() -> None:
+        session = await desk.tab()
+        put(desk, session, tmp_path, "short.txt")
+        left = session.conversation
+        sent = await desk.meanwhile(session, "What?", lambda: desk.handlers.sessions.clear(session))
+        assert not any(PARTS.question in changes for changes in sent)  # what is typed there meanwhile
+        assert left.asked and left is not session.conversation and waiting(session) == []
+
+    result_of(use())
+
+
+def test_an_edit_in_another_chat_is_not_the_questions(desk: Desk, tmp_path: Path) -> None:
+    async def use() -> None:
+        session = await desk.tab()
+        await desk.asked(session, "First?")
+        first = session.conversation.chat.id
+        desk.handlers.sessions.clear(session)
+        put(desk, session, tmp_path, "short.txt")
+        second = session.conversation
+
+        async def edit() -> None:
+            await desk.handlers.sessions.show(session, first)
+            session.editing = next(iter(session.conversation.chat.tree))
+
+        await desk.meanwhile(session, "Second?", edit)
+        assert [turn.question for turn in second.chat.tree.values()] == ["Second?"]
+        assert session.conversation.chat.id == first and session.editing is not None
+
+    result_of(use())
+
+
+def test_a_chat_that_was_deleted_meanwhile_is_not_asked(desk: Desk, tmp_path: Path) -> None:
+    async def use() -> None:
+        session = await desk.tab()
+        await desk.asked(session, "First?")
+        put(desk, session, tmp_path, "short.txt")
+        asked, chat = sum(desk.service.status()["totals"]["requests"].values()), session.conversation.chat.id
+        await desk.meanwhile(session, "Second?", lambda: desk.handlers.sessions.forget(session.owner, chat))
+        assert sum(desk.service.status()["totals"]["requests"].values()) == asked
+        assert waiting(session) == ["short.txt"]  # it was no part of that chat
+
+    result_of(use())
+
+
+def test_each_chat_keeps_what_waits_there_and_a_new_one_is_found_again(desk: Desk, tmp_path: Path) -> None:
+    async def use() -> None:
+        session, sessions = await desk.tab(), desk.handlers.sessions
+        await desk.asked(session, "First?")
+        first = session.conversation.chat.id
+        sessions.clear(session)
+        put(desk, session, tmp_path, "new.txt")
+        await sessions.show(session, first)
+        assert waiting(session) == []
+        put(desk, session, tmp_path, "first.txt", 20)
+        sessions.clear(session)
+        assert waiting(session) == ["new.txt", "first.txt"]  # the new chat, with what waited where it was pressed
+        await sessions.show(session, first)
+        assert waiting(session) == []
+        sessions.clear(session)
+        sessions.clear(session)
+        assert waiting(session) == ["new.txt", "first.txt"]
+
+    result_of(use())
+
+
+def test_an_edit_that_cannot_be_leaves_the_shelf(desk: Desk, tmp_path: Path) -> None:
+    async def use() -> None:
+        session = await desk.tab()
+        put(desk, session, tmp_path, "short.txt")
+        with pytest.raises(KeyError):
+            session.conversation.ask("What?", "no such turn")
+        assert waiting(session) == ["short.txt"]
+
+    result_of(use())
