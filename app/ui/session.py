@@ -157,15 +157,11 @@ class Sessions:
                 new.take_over(old)
 
     def keep(self, session: Session, conversation: Conversation) -> Conversation:
-        """Where the documents of a refused question are now: along with the tab, where that has left their chat.
-
-        Unless that was asked before: then it is in the list.
-        """
-        left = session.conversation is not conversation and not self._shown(conversation)
-        if not left or conversation.asked:
+        """Where a refused question's documents are: in its chat, or in the tab's new one if nothing leads there."""
+        if conversation.asked or conversation is session.draft or self._shown(conversation):
             return conversation
-        session.conversation.take_over(conversation)
-        return session.conversation
+        session.draft.take_over(conversation)
+        return session.draft
 
     def fork(self, session: Session, turn_id: str) -> None:
         """Have a tab go on from an answer in a chat of its own."""

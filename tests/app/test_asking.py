@@ -98,6 +98,21 @@ def test_a_refused_question_leaves_its_documents_where_the_tab_has_gone(desk: De
     result_of(use())
 
 
+def test_a_refused_question_leaves_an_asked_chat_alone(desk: Desk, tmp_path: Path) -> None:
+    async def use() -> None:
+        session, sessions = await desk.tab(), desk.handlers.sessions
+        await desk.asked(session, "First?")
+        first = session.conversation.chat.id
+        sessions.clear(session)
+        put(desk, session, tmp_path, "long.txt", 5000)
+        await desk.meanwhile(session, "What?", lambda: sessions.show(session, first))
+        assert waiting(session) == []
+        sessions.clear(session)
+        assert waiting(session) == ["long.txt"]
+
+    result_of(use())
+
+
 def test_another_chat_is_left_alone_when_the_question_is_asked(desk: Desk, tmp_path: Path) -> None:
     async def use() -> None:
         session = await desk.tab()
