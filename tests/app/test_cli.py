@@ -472,17 +472,3 @@ def test_a_terminal_that_lacks_a_character_still_gets_the_answer(
     assert main(["ask", "What is the code?"]) == 0
     out.flush()
     assert b"The code is 4711" in out.buffer.getvalue()  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("given", "told"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "None")]
-)
-def test_threads_sleep_soon_unless_a_person_says_otherwise(given: dict[str, str], told: str) -> None:
-    """It must stand before torch is loaded, which reads it then."""
-    code = (
-        "import sys; before = 'torch' in sys.modules; import app, os; print(os.environ.get('GOMP_SPINCOUNT'), before)"
-    )
-    environment = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")} | given
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [told, "False"]
