@@ -117,9 +117,10 @@ class Conversation:
     def _plan_for(self, wanted: object) -> None:
         plan: PlanView | Exception | None = None
         try:
-            if self.service.ready:
+            if self.service.ready and self.running is None:
+                plan = self.plan() if self.readable else None
+            elif self.service.ready:  # the cards have their tokens all the same
                 self._count_tokens()
-                plan = self.plan() if self.readable and self.running is None else None
         except Exception as error:
             plan = error
         self._planned = wanted, plan

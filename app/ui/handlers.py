@@ -80,23 +80,18 @@ class Handlers:
         session = await self._session(known, request)
         conversation, instead_of = session.conversation, session.editing  # the tab may show another meanwhile
         async with conversation.asking:
-            if (running := conversation.running) is not None and not running.stopping:
-                yield self._nothing()
-                return
-            why = await self._why_not(conversation, question, instead_of) if question.strip() else ""
-            if conversation.deleted:
-                yield self._nothing()
-                return
-            if why is not None:
-                self.draw.refuse(session, self.sessions.keep(session, conversation), why)
-                yield self._nothing()
-                return
-            if session.conversation is conversation:
-                session.editing, session.lost = None, ""
-                yield {self.parts.question: gr.Textbox(value="", **BUSY)}
-            await asyncio.to_thread(conversation.ask, without_halves(question).strip(), instead_of)
-            self.sessions.changed(session.owner)
-            yield self._nothing()
+            running = conversation.running
+            if running is None or running.stopping:
+                why = await self._why_not(conversation, question, instead_of) if question.strip() else ""
+                if why is not None and not conversation.deleted:
+                    self.draw.refuse(session, self.sessions.keep(session, conversation), why)
+                elif not conversation.deleted:
+                    if session.conversation is conversation:
+                        session.editing = None
+                        yield {self.parts.question: gr.Textbox(value="", **BUSY)}
+                    await asyncio.to_thread(conversation.ask, without_halves(question).strip(), instead_of)
+                    self.sessions.changed(session.owner)
+        yield self._nothing()
 
     async def _why_not(self, conversation: Conversation, question: str, editing: str | None) -> str | Exception | None:
         """Why a question cannot be asked now, as far as that is known before it is."""
@@ -181,7 +176,6 @@ class Handlers:
                 session.editing = None
                 return {parts.question: gr.Textbox(value="")}
             case "again" | "resume":
-                session.lost = ""
                 await asyncio.to_thread(conversation.ask_again if what == "again" else conversation.resume, wanted)
         return {}
 

@@ -22,7 +22,7 @@ UNWATCHED_S = 15.0
 OPEN_S = 30.0  # that what is used on a page waits at most until the page is known
 TURNS = 30  # that a page holds at first, and how many more it gets when somebody asks for earlier ones
 
-_LOST = "Octavo was started anew. Documents that waited here for a question must be added again."
+_LOST = "Documents that waited here for a question are not kept any more. Add them again."
 
 
 @dataclass
@@ -59,13 +59,19 @@ class Session:
         self.hidden = conversation.length  # how many turns the page leaves out
         self.show_earlier()
         self.editing: str | None = None  # the turn whose question the next one replaces
-        self.lost = ""  # what to tell of documents that waited for a question when the server ended
+        self.lost_at: object = None  # the conversation's version by which documents that had waited were gone
         self.refusal: tuple[object, str] = (None, "")  # of what, and the line that says why; see Drawing.refuse
 
     @property
     def kept(self) -> str:
         """What the tab keeps, to be found again: its secret, its chat, and how many documents wait there."""
-        return f"{self.token} {self.conversation.chat.id} {len(self.conversation.shelf)}"
+        waiting = sum(not item.error for item in self.conversation.shelf)
+        return f"{self.token} {self.conversation.chat.id} {waiting}"
+
+    @property
+    def lost(self) -> str:
+        """What to tell of documents that waited and are gone, until something is done in the chat."""
+        return _LOST if self.lost_at == self.conversation.version else ""
 
     def show_earlier(self) -> None:
         """Show more turns of a long chat."""
@@ -117,8 +123,8 @@ class Sessions:
         if forgotten:
             with suppress(OSError):  # who opens it from the list is told
                 await self.show(session, chat_id)
-            if waiting.strip("0"):
-                session.lost = _LOST
+            if waiting.strip("0") and not session.conversation.shelf:
+                session.lost_at = session.conversation.version
         return session
 
     async def of(self, page: str) -> Session | None:
@@ -223,9 +229,12 @@ class Sessions:
 
     def _replace(self, session: Session, conversation: Conversation) -> None:
         """Show another chat. What runs or waits in the old one is held by a session without a page."""
-        old = session.conversation
+        old, now = session.conversation, time.monotonic()
         session.show(conversation)
-        if not self._shown(old) and (old.running is not None or old.asking.locked() or old.shelf):
-            ghost = Session(session.owner, "", old)
-            ghost.page, ghost.left_at = None, time.monotonic()
-            self._sessions[ghost.token] = ghost
+        holder = next((other for other in list(self._sessions.values()) if other.conversation is old), None)
+        if holder is None and (old.running is not None or old.asking.locked() or old.shelf):
+            holder = Session(session.owner, "", old)
+            holder.page = None
+            self._sessions[holder.token] = holder
+        if holder is not None and holder.page is None:
+            holder.left_at = now

@@ -87,6 +87,15 @@ def put(desk: Desk, session: Session, tmp_path: Path, name: str, length: int = 1
     return attachment
 
 
+async def after_one_chat(desk: Desk) -> tuple[Session, str]:
+    """A tab with a new chat, and the id of the chat before it, which was asked."""
+    session = await desk.tab()
+    await desk.asked(session, "First?")
+    first = session.conversation.chat.id
+    desk.handlers.sessions.clear(session)
+    return session, first
+
+
 def test_a_refused_question_leaves_its_documents_where_the_tab_has_gone(desk: Desk, tmp_path: Path) -> None:
     async def use() -> None:
         session = await desk.tab()
@@ -100,10 +109,8 @@ def test_a_refused_question_leaves_its_documents_where_the_tab_has_gone(desk: De
 
 def test_a_refused_question_leaves_an_asked_chat_alone(desk: Desk, tmp_path: Path) -> None:
     async def use() -> None:
-        session, sessions = await desk.tab(), desk.handlers.sessions
-        await desk.asked(session, "First?")
-        first = session.conversation.chat.id
-        sessions.clear(session)
+        session, first = await after_one_chat(desk)
+        sessions = desk.handlers.sessions
         put(desk, session, tmp_path, "long.txt", 5000)
         await desk.meanwhile(session, "What?", lambda: sessions.show(session, first))
         assert waiting(session) == []
@@ -127,10 +134,7 @@ def test_another_chat_is_left_alone_when_the_question_is_asked(desk: Desk, tmp_p
 
 def test_an_edit_in_another_chat_is_not_the_questions(desk: Desk, tmp_path: Path) -> None:
     async def use() -> None:
-        session = await desk.tab()
-        await desk.asked(session, "First?")
-        first = session.conversation.chat.id
-        desk.handlers.sessions.clear(session)
+        session, first = await after_one_chat(desk)
         put(desk, session, tmp_path, "short.txt")
         second = session.conversation
 
@@ -160,10 +164,8 @@ def test_a_chat_that_was_deleted_meanwhile_is_not_asked(desk: Desk, tmp_path: Pa
 
 def test_each_chat_keeps_what_waits_there_and_a_new_one_is_found_again(desk: Desk, tmp_path: Path) -> None:
     async def use() -> None:
-        session, sessions = await desk.tab(), desk.handlers.sessions
-        await desk.asked(session, "First?")
-        first = session.conversation.chat.id
-        sessions.clear(session)
+        session, first = await after_one_chat(desk)
+        sessions = desk.handlers.sessions
         put(desk, session, tmp_path, "new.txt")
         await sessions.show(session, first)
         assert waiting(session) == []
@@ -186,5 +188,35 @@ def test_an_edit_that_cannot_be_leaves_the_shelf(desk: Desk, tmp_path: Path) -> 
         with pytest.raises(KeyError):
             session.conversation.ask("What?", "no such turn")
         assert waiting(session) == ["short.txt"]
+
+    result_of(use())
+
+
+def test_a_chat_with_what_waits_is_held_once_however_often_it_is_left(desk: Desk, tmp_path: Path) -> None:
+    async def use() -> None:
+        session, first = await after_one_chat(desk)
+        sessions = desk.handlers.sessions
+        second = session.conversation
+        put(desk, session, tmp_path, "new.txt")
+        for _ in range(3):
+            await sessions.show(session, first)
+            sessions.clear(session)
+        await sessions.show(session, first)
+        assert [held.conversation for held in sessions._sessions.values() if held.page is None] == [second]
+
+    result_of(use())
+
+
+def test_what_is_told_as_lost_is_true_and_lapses(desk: Desk, tmp_path: Path) -> None:
+    async def use() -> None:
+        owner, sessions = desk.service.library.owner("a secret"), desk.handlers.sessions
+        one = await sessions.open("gone no-such-chat 2", owner, "one")
+        assert "Add them again" in desk.handlers.draw.plan_strip(one)
+        put(desk, one, tmp_path, "again.txt")
+        assert one.lost == "" and one.kept.endswith(" 1")
+        two = await sessions.open("gone no-such-chat 0", owner, "two")
+        assert two.lost == ""
+        # The tab is forgotten, its conversation is not: nothing is lost.
+        assert (await sessions.open(f"gone {one.conversation.chat.id} 1", owner, "three")).lost == ""
 
     result_of(use())

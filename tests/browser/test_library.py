@@ -379,7 +379,7 @@ def test_after_a_restart_chats_are_there_and_an_interrupted_answer_says_so(
     fresh.reload()
     _answers(fresh, 2)
     assert "Interrupted" in fresh.inner_text("#oc-chat")
-    assert "must be added again" in fresh.inner_text("#oc-strip")  # what waited on the shelf
+    assert "Add them again" in fresh.inner_text("#oc-strip")  # what waited on the shelf
     other.reload()
     other.wait_for_selector(".oc-welcome", state="visible")
     state(other, "error")  # its tab says that documents waited there
