@@ -212,7 +212,7 @@ def _format_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         type=float,
         metavar="B",
         help="mean bits of kv4 with scales: heads that lose most by 4 bits get 8 in this budget, e.g. 5.25 a quarter "
-        "of them where the head size is 128 (default: 4 bits for all)",
+        "of them where the head size is 128 (default: what the head pattern asks for, else 4 bits for all)",
     )
     group.add_argument(
         "--pattern", type=Path, metavar="DIR", help="head pattern: full_attention_heads.tsv, config.json"

@@ -36,7 +36,7 @@ def add_kinds(parser: argparse.ArgumentParser, model_flags: _AddFlags, threads_f
         help="window in tokens; may be repeated (default 1024, 8192)",
     )
     quality.add_argument("--setting", action="append", metavar="NAME", help="only this one; may be repeated")
-    quality.add_argument("--kv-bits", type=float, metavar="B", help="also kv4 with some heads in 8 bits")
+    quality.add_argument("--kv-bits", type=float, metavar="B", help="budget of kv4 (default: the pattern's)")
     quality.add_argument("--reference", metavar="MODEL", help="compare with this unquantised model instead")
     quality.add_argument("--pattern", metavar="DIR", help="head pattern (default: the model's)")
     quality.add_argument("--json", action="store_true", help="print one JSON object")

@@ -45,7 +45,8 @@ class Settings:
     """Everything a person can choose; `None` means "automatic". Flags take their defaults from here.
 
     `library_quota` is in GB, None for a quarter of the disk's free space, 0 for nothing saved.
-    `kv_bits`: of an element of a 4-bit history, mean over the retrieval heads, None for 4 bits in each of them.
+    `kv_bits`: of an element of a 4-bit history, mean over the retrieval heads, None for what the head pattern asks
+    for, or 4 bits in each of them.
     `model`: None, "embedded", a hub id, a directory of safetensors, or a .gguf file. `sink`, `recent`, `chunk` and
     `context` are in tokens. `retrieval_ratio` counts only when there is a head pattern. In `mode` "endless" every head
     keeps the first `sink` and the last `recent` tokens, and the context never fills. `auth` holds "user:password",

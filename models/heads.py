@@ -10,6 +10,7 @@ import tempfile
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +27,17 @@ _MAX_BYTES = 1 << 20  # the published files are below 30 KB
 
 @dataclass(frozen=True, eq=False)
 class HeadPattern:
-    """Scores float64 [layers, KV heads], higher needs history more; window of the other heads in tokens."""
+    """Scores float64 [layers, KV heads], higher needs history more; window of the other heads in tokens.
+
+    kv_bits: of an element of a 4-bit history, mean over the retrieval heads, where the model is known to need more than
+    4 in each of them; the published format has no such key.
+    """
 
     scores: NDArray[np.float64]
     sink: int
     recent: int
     source: str
+    kv_bits: float | None = None
 
     def __post_init__(self) -> None:
         scores = np.array(self.scores, dtype=np.float64)
@@ -45,6 +51,9 @@ class HeadPattern:
                 raise BadPattern(
                     f"{name} = {value!r} in {self.source} must be a whole number of tokens, {least} or more."
                 )
+        bits = self.kv_bits
+        if bits is not None and (isinstance(bits, bool) or not isinstance(bits, int | float) or not 4 <= bits <= 8.5):
+            raise BadPattern(f"kv_bits = {bits!r} in {self.source} must be a number of bits, 4 to 8.5.")
         scores.setflags(write=False)
         object.__setattr__(self, "scores", scores)
 
@@ -62,11 +71,13 @@ class HeadPattern:
         if not {"sink_size", "recent_size"} <= settings.keys():
             raise BadPattern(f"{folder / _SETTINGS} must name sink_size and recent_size.")
         source = settings.get("source") or settings.get("exp_name") or folder.name
-        return cls(scores, settings["sink_size"], settings["recent_size"], str(source))
+        return cls(scores, settings["sink_size"], settings["recent_size"], str(source), settings.get("kv_bits"))
 
     def save(self, folder: Path) -> None:
         """Write the published format; `load` gives back the same pattern."""
-        settings = {"sink_size": self.sink, "recent_size": self.recent, "source": self.source}
+        settings: dict[str, Any] = {"sink_size": self.sink, "recent_size": self.recent, "source": self.source}
+        if self.kv_bits is not None:
+            settings["kv_bits"] = self.kv_bits
         rows = ["\t".join(f"{score:.18e}" for score in row) for row in self.scores]
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder / _SCORES, ("\n".join(rows) + "\n").encode())
@@ -102,8 +113,9 @@ class HeadPattern:
         return self.scores >= threshold
 
     def hash(self) -> str:
-        """sha256 of scores, shape and window: equal for equal behaviour, wherever the pattern came from."""
-        digest = hashlib.sha256(repr((self.scores.shape, self.sink, self.recent)).encode())
+        """sha256 of scores, shape, window and bits: equal for equal behaviour, wherever the pattern came from."""
+        rest = (self.scores.shape, self.sink, self.recent)
+        digest = hashlib.sha256(repr(rest if self.kv_bits is None else (*rest, self.kv_bits)).encode())
         digest.update((self.scores + 0.0).astype("<f8").tobytes())  # + 0.0 turns -0.0 into 0.0
         return digest.hexdigest()
 

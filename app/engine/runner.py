@@ -212,7 +212,7 @@ def build_runner(
     config = checkpoint.config
     losses, keys = (None, None) if measured is None else (measured.losses, measured.form(config))
     mask, shape = resolve_shape(config, pattern, settings, device, losses)
-    wide = resolve_wide(config, mask, settings, losses)
+    wide = resolve_wide(config, pattern, mask, settings, losses)
     plan, chunk = fit(config, shape, settings, device, free_bytes(device))
     decoder = load_decoder(
         checkpoint, mask, settings.weights, shape, device, progress, wide, settings.embedding == "int8", keys

@@ -39,7 +39,7 @@ def resolve_shape(
 ) -> tuple[np.ndarray, CacheShape]:
     """The retrieval mask [layers, kv_heads] and the cache's shape; without a pattern every head keeps everything.
 
-    losses: of each head, see models/measured.py; they say which heads --kv-bits gives 8 bits, not how many.
+    losses: of each head, see models/measured.py; they say which heads get 8 bits, not how many.
     Raises UsageError for a window that is longer than the model's.
     """
     for flag, tokens in (("--sink-tokens", settings.sink), ("--recent", settings.recent)):
@@ -55,15 +55,21 @@ def resolve_shape(
     mask = pattern.retrieval_mask(ratio)
     sink = pattern.sink if settings.sink is None else settings.sink
     recent = pattern.recent if settings.recent is None else settings.recent
-    wide = resolve_wide(config, mask, settings, losses)
+    wide = resolve_wide(config, pattern, mask, settings, losses)
     return mask, CacheShape.for_model(config, mask, settings.kv, sink, recent, device, wide)
 
 
-def resolve_wide(config: ModelConfig, mask: np.ndarray, settings: Settings, losses: Tensor | None) -> np.ndarray | None:
-    """Which of the retrieval heads keep 8 bits of a 4-bit cache, bool [layers, kv_heads]; None where none was asked."""
-    if settings.kv_bits is None or settings.mode == "endless":
+def resolve_wide(
+    config: ModelConfig, pattern: HeadPattern | None, mask: np.ndarray, settings: Settings, losses: Tensor | None
+) -> np.ndarray | None:
+    """Which of the retrieval heads keep 8 bits of a 4-bit cache, bool [layers, kv_heads].
+
+    As many as --kv-bits, or else the pattern, allows; None where neither says.
+    """
+    bits = settings.kv_bits if settings.kv_bits is not None or pattern is None else pattern.kv_bits
+    if bits is None or settings.kv != "kv4" or settings.mode == "endless":
         return None
-    return choose_wide(mask, losses, settings.kv_bits, config.head_dim)
+    return choose_wide(mask, losses, bits, config.head_dim)
 
 
 def _endless_shape(config: ModelConfig, settings: Settings, device: torch.device) -> tuple[np.ndarray, CacheShape]:

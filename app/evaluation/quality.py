@@ -49,7 +49,9 @@ REFERENCE = Variant("bf16")
 
 def variants(pattern: HeadPattern | None, kv_bits: float | None = None) -> list[Variant]:
     """All that the report compares, the reference left out; streaming heads only where there is a pattern, and 8 bits
-    for some heads where there is a budget."""
+    for some heads where `kv_bits` or the pattern gives a budget."""
+    if kv_bits is None and pattern is not None:
+        kv_bits = pattern.kv_bits
     rows = [
         Variant("w8a8", "w8a8"),
         Variant("llm.int8", "llm.int8"),

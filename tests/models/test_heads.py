@@ -112,6 +112,14 @@ def test_save_and_load_are_exact(tmp_path_factory: pytest.TempPathFactory, value
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "full_attention_heads.tsv"]
 
 
+def test_a_budget_of_bits_comes_along(tmp_path: Path) -> None:
+    before = HeadPattern(np.eye(2), 4, 8, "test", 5.5)
+    before.save(tmp_path)
+    after = HeadPattern.load(tmp_path)
+    assert after.kv_bits == 5.5
+    assert before.hash() == after.hash() != HeadPattern(np.eye(2), 4, 8, "test").hash()
+
+
 def test_hash_tells_behaviour_apart() -> None:
     scores = [[0.1, 0.9], [0.4, 0.2]]
     hashes = [
@@ -155,6 +163,9 @@ def test_scores_must_be_finite(score: float) -> None:
         ("1.0\t0.5\n", '{"sink_size": 4}', "must name sink_size and recent_size"),
         ("1.0\t0.5\n", '{"sink_size": 4, "recent_size": -8}', "recent = -8"),
         ("1.0\t0.5\n", '{"sink_size": 4.5, "recent_size": 8}', "sink = 4.5"),
+        ("1.0\t0.5\n", '{"sink_size": 4, "recent_size": 8, "kv_bits": "5"}', "kv_bits = '5'"),
+        ("1.0\t0.5\n", '{"sink_size": 4, "recent_size": 8, "kv_bits": true}', "kv_bits = True"),
+        ("1.0\t0.5\n", '{"sink_size": 4, "recent_size": 8, "kv_bits": 16}', "kv_bits = 16"),
     ],
 )
 def test_damaged_patterns_are_refused(table: str | None, settings: str | None, message: str, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from models.cache.shape import CacheShape
 from models.checkpoint import open_checkpoint
 from models.errors import UnsupportedModel
 from models.fingerprint import fingerprint
+from models.heads import HeadPattern
 from models.measured import FILE, MeasuredHeads, choose_wide, measure_heads
 from models.quantize import quantize_checkpoint
 from quant import formats
@@ -110,6 +111,17 @@ def test_the_plan_counts_what_the_cache_takes(folder):
     assert shape.bytes_per_token == 2 * (3 * (8 + 4) + 16 + 4)
     with pytest.raises(UsageError, match="--kv-bits"):
         Settings(kv="kv8", kv_bits=5.0)
+
+
+def test_a_pattern_may_ask_for_more_bits_unless_the_person_says_otherwise(folder):
+    config = open_checkpoint(folder).config
+    pattern = replace(HeadPattern.all_retrieval(config), kv_bits=7.0)
+
+    def wide(**chosen):
+        return sum(resolve_shape(config, pattern, Settings(retrieval_ratio=1.0, **chosen), CPU)[1].wide_heads)
+
+    assert (wide(), wide(kv_bits=6.0), wide(kv_bits=8.0)) == (1, 0, 2)
+    assert wide(kv="kv8") == wide(kv="bf16") == wide(mode="endless") == 0
 
 
 class _Words:
