@@ -112,7 +112,6 @@ PYTHON_CODE
 install_app() {
   local base index kind=cpu
   ! has_gpu || kind=gpu
-  need_space "$([ $kind = gpu ] && echo 14000 || echo 4000)"
   if [ -e "$VENV/.installing" ]; then
     say "An earlier installation was interrupted; starting it anew."
     rm -rf "$VENV"
@@ -120,6 +119,7 @@ install_app() {
     say "The requirements or the machine changed; installing anew."
     rm -rf "$VENV"
   fi
+  need_space "$([ $kind = gpu ] && echo 14000 || echo 4000)"
   mkdir -p "$VENV"
   : >"$VENV/.installing"
   if ! "$PY" -c '' 2>/dev/null; then

@@ -98,7 +98,7 @@ class Chat:
     """One person's conversation; whoever made it owns it.
 
     A tree: going back and asking otherwise begins a branch, and nothing is lost. `head` is the turn that the next one
-    follows, and the path to it is what people see.
+    follows, and the path to it is what people see. Threads add turns while others look through `tree`: through a copy.
     """
 
     system: str | None = None
@@ -138,7 +138,7 @@ class Chat:
 
     def paths(self) -> Iterator[tuple[int, ...]]:
         """The token ids of every branch up to its end, and of every turn that was not answered."""
-        followed = {turn.parent for turn in self.tree.values()}
+        followed = {turn.parent for turn in list(self.tree.values())}
         for turn in list(self.tree.values()):
             if turn.id not in followed or not turn.answered:
                 before = [t for t in self.path(turn.parent) if t.answered]
@@ -167,12 +167,12 @@ class Chat:
     def siblings(self, turn_id: str) -> list[Turn]:
         """A turn and its alternatives, the oldest first."""
         parent = self.tree[turn_id].parent
-        return [turn for turn in self.tree.values() if turn.parent == parent]
+        return [turn for turn in list(self.tree.values()) if turn.parent == parent]
 
     def show(self, turn_id: str) -> None:
         """Make the newest end of the branch with this turn the head."""
         while True:
-            below = [turn.id for turn in self.tree.values() if turn.parent == turn_id]
+            below = [turn.id for turn in list(self.tree.values()) if turn.parent == turn_id]
             if not below:
                 self.head = turn_id
                 return

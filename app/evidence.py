@@ -16,6 +16,7 @@ from models.evidence import Looked
 _PASSAGE_CHARS = 500  # what a card shows
 _PARAGRAPH = re.compile(r"\n\s*\n")
 _SENTENCE = re.compile(r"(?<=[.!?\u3002\uff01\uff1f])[\"'”’)]*\s+|\n")
+_MOST = 4  # passages of an answer
 _LEAD_CHARS = 60  # that a card shows before the words that had most of the attention
 _KEY_CHARS = 160  # of the words within a passage that had most of the attention
 # A passage with less of the attention than this, or than this share of the strongest one's, is in passing: no card.
@@ -104,8 +105,8 @@ def find_ids(prompt: Sequence[int] | np.ndarray, ids: Sequence[int]) -> int | No
     return at // 8 if at >= 0 else None
 
 
-def passages(looked: Looked, sources: Sequence[Source], tokenizer: TokenBytes, most: int = 4) -> list[Passage]:
-    """The passages with most attention, strongest first, at most `most`; few where the attention is spread thin."""
+def passages(looked: Looked, sources: Sequence[Source], tokenizer: TokenBytes) -> list[Passage]:
+    """The passages with most attention, strongest first, at most `_MOST`; few where the attention is spread thin."""
     sums: dict[tuple[int, int, int], float] = {}
     looks: dict[tuple[int, int, int], list[tuple[int, float]]] = {}  # the same by character
     for number, source in enumerate(sources):
@@ -120,7 +121,7 @@ def passages(looked: Looked, sources: Sequence[Source], tokenizer: TokenBytes, m
             looks.setdefault(key, []).append((place, max(float(mass), 0.0)))
     sums = {key: mass for key, mass in sums.items() if mass > 0}
     total, found = sum(sums.values()), _joined(sums, sources)
-    best = sorted(found.items(), key=lambda item: (-item[1], item[0]))[:most]
+    best = sorted(found.items(), key=lambda item: (-item[1], item[0]))[:_MOST]
     return [
         _passage(sources[number], start, end, mass / total, looks[number, start, end])
         for (number, start, end), mass in best

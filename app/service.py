@@ -82,6 +82,11 @@ class ChatService(ABC):
     def busy(self) -> bool:
         """Whether an answer runs or waits."""
 
+    @property
+    def waiting(self) -> int:
+        """Requests, and changes of settings, in line behind the answer that runs."""
+        return 0
+
     @abstractmethod
     def load(self, progress: LoadProgress | None = None, documents: bool = True) -> None:
         """Make it ready: slow. Never raises; a failure is kept in `load_error`, which later calls raise.
@@ -253,10 +258,7 @@ class ChatService(ABC):
         """Delete what was read of a document from the disk, as far as no document that is kept builds on it."""
 
     def delete_chat(self, owner: Owner, chat: Chat) -> None:
-        """Delete a saved chat, texts that only it named, and what was read for it and serves nobody else.
-
-        Where it still answers this waits for its last step.
-        """
+        """Delete a saved chat, texts that only it named, and what was read for it and serves nobody else."""
         owner.chats.delete(chat.id)
         self.library.sweep(self.forget)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.cache.shape import CacheShape
 from models.checkpoint import Checkpoint
-from models.config import ModelConfig
+from models.config import EMBEDDING, HEAD, ModelConfig
 from models.decoder import Decoder, Layer
 from models.errors import BadCheckpoint, UnsupportedModel
 from models.keys import KeyForm
@@ -21,7 +21,7 @@ from quant.formats import QuantizedWeight, as_float
 from quant.llm_int8 import LlmInt8Linear
 from quant.w8a8 import DenseLinear, Head, Linear, W8A8Head, W8A8Linear, dense_dtype, int8_head, quantize_weight
 
-_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_NORM = "model.norm.weight"
 
 
 Weight = Tensor | QuantizedWeight
@@ -77,10 +77,10 @@ def build_decoder(
         else:
             top[name] = tensor
         progress((count + 1) / len(shapes))
-    missing = {_EMBEDDING, _NORM} - top.keys() | {f"layer {i}" for i, layer in enumerate(layers) if layer is None}
+    missing = {EMBEDDING, _NORM} - top.keys() | {f"layer {i}" for i, layer in enumerate(layers) if layer is None}
     if missing:
         raise BadCheckpoint(f"The checkpoint lacks tensors of: {', '.join(sorted(missing))}.")
-    embedding, head = _ends(how, top[_EMBEDDING], top.get(_HEAD))
+    embedding, head = _ends(how, top[EMBEDDING], top.get(HEAD))
     norm = top[_NORM]
     assert isinstance(norm, Tensor)
     return Decoder(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from models.config import LEARNED_SINKS, ModelConfig, refuse_sink_tensors
+from models.config import EMBEDDING, HEAD, LEARNED_SINKS, ModelConfig, refuse_sink_tensors
 from models.errors import BadCheckpoint, UnsupportedModel
 from models.files import read_json
 from models.gguf import GgufFile, read_gguf
@@ -22,7 +22,6 @@ from models.turn import FOLDED
 from quant.formats import QSERVE, Int8Format, QuantizedWeight, UnreadableFormat, as_float, int8_format
 
 _INDEX = "model.safetensors.index.json"
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _DTYPES = ("BF16", "F16", "F32")
 # Old Llama checkpoints carry their rotary frequencies, which the config already says.
 _REDUNDANT = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -101,11 +100,11 @@ class _SafetensorsCheckpoint(Checkpoint):
         named = form.title if form else "/".join(dtypes)
         super().__init__(path, config, f"{path.name} (safetensors, {named})", form)
         shapes = _weights_of(path, found, form)
-        if config.tied_embeddings and shapes.get(_HEAD) == shapes.get(_EMBEDDING, ()):
+        if config.tied_embeddings and shapes.get(HEAD) == shapes.get(EMBEDDING, ()):
             # Stored as well: a plain copy is left out; a head of its own is used, as transformers does.
-            head, embedding = self._get(_HEAD), self._get(_EMBEDDING)
+            head, embedding = self._get(HEAD), self._get(EMBEDDING)
             if head.dtype == embedding.dtype and torch.equal(head, embedding):
-                del shapes[_HEAD]
+                del shapes[HEAD]
             else:
                 self.config = replace(config, tied_embeddings=False)
         shapes = {name: shape for name, shape in shapes.items() if not _REDUNDANT.match(name)}
@@ -113,7 +112,7 @@ class _SafetensorsCheckpoint(Checkpoint):
 
     @property
     def int8_embedding(self) -> bool:
-        return self.int8_format is not None and self._stored[_EMBEDDING].dtype == "I8"
+        return self.int8_format is not None and self._stored[EMBEDDING].dtype == "I8"
 
     def load(self, name: str) -> torch.Tensor | QuantizedWeight:
         form = self.int8_format
@@ -218,9 +217,9 @@ def _check_tensors(path: Path, expected: Mapping[str, tuple[int, ...]], found: M
             raise BadCheckpoint(f"{name} in {path.name} has shape {found[name]}; its config asks for {shape}.")
 
 
-def _some(names: Collection[str], limit: int = 3) -> str:
-    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(sorted(names)[:limit]) + rest
+def _some(names: Collection[str]) -> str:
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(sorted(names)[:3]) + rest
 
 
 _GGUF_NAMES = {

@@ -13,6 +13,8 @@ from models.errors import BadCheckpoint, UnsupportedModel
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # as checkpoints name them
+
 _ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -194,7 +196,7 @@ class ModelConfig:
             ("mlp.up_proj", inner, hidden, self.mlp_bias),
             ("mlp.down_proj", hidden, inner, self.mlp_bias),
         )
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
+        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, hidden)}
         for layer in range(self.num_layers):
             prefix = f"model.layers.{layer}."
             shapes[prefix + "input_layernorm.weight"] = (hidden,)
@@ -208,7 +210,7 @@ class ModelConfig:
             shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
         shapes["model.norm.weight"] = (hidden,)
         if not self.tied_embeddings:
-            shapes["lm_head.weight"] = (self.vocab_size, hidden)
+            shapes[HEAD] = (self.vocab_size, hidden)
         return shapes
 
 

@@ -17,7 +17,7 @@ from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
 from models.cache.shape import CacheShape
 from models.checkpoint import Checkpoint
-from models.config import ModelConfig
+from models.config import EMBEDDING, ModelConfig
 from models.decoder import Decoder, Layer
 from models.errors import UnsupportedModel
 from models.files import writing
@@ -27,7 +27,6 @@ from quant import kv4
 from quant.formats import QuantizedWeight, as_float
 from quant.w8a8 import DenseLinear
 
-_EMBEDDING = "model.embed_tokens.weight"
 _LARGEST = 60_000.0  # of a key: more does not fit the fp16 of what stays unpacked
 # In a checkpoint of our own, and beside a head pattern that comes along. The format is that of safetensors, the name is
 # not: what is named so in a checkpoint are its weights.
@@ -158,7 +157,7 @@ def measure_heads(
 
     every = np.ones((config.num_layers, config.num_kv_heads), dtype=bool)
     how = Build(every, linear, DenseLinear, lambda t: t.to(device), form is None, False, device, turned)
-    states = checkpoint.load_float(_EMBEDDING)[ids].to(device).float()
+    states = checkpoint.load_float(EMBEDDING)[ids].to(device).float()
     turn = kv4.rotation(config.hidden_size).to(device) if turned else None
     heads = []
     for index in range(config.num_layers):

@@ -25,6 +25,7 @@ from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
 from models.cache.shape import CacheShape
 from models.checkpoint import Checkpoint, open_checkpoint
+from models.config import EMBEDDING, HEAD
 from models.decoder import Decoder, Layer
 from models.errors import UnsupportedModel
 from models.measured import FILE as HEADS
@@ -66,7 +67,7 @@ def quantize_checkpoint(
     work = _work_folder(out, {**described, "sample": read, "int8_embedding": int8_embedding})
     names = [f"model-{i + 1:05}-of-{config.num_layers + 2:05}.safetensors" for i in range(config.num_layers + 2)]
     keep = _rounded_end if int8_embedding else _narrow_end
-    _write(work / names[0], lambda: keep(_EMBEDDING, checkpoint.load_float(_EMBEDDING)))
+    _write(work / names[0], lambda: keep(EMBEDDING, checkpoint.load_float(EMBEDDING)))
     calibration = _Calibration(checkpoint, sample, device) if sample else None
     for index in range(config.num_layers):
         file, prefix = work / names[index + 1], f"model.layers.{index}."
@@ -77,7 +78,7 @@ def quantize_checkpoint(
             quantised = calibration.quantize(parts) if calibration else _nearest(parts)
             _write(file, lambda q=quantised, p=prefix: _stored(q, p))  # type: ignore[misc]
         progress("Quantising", (index + 1) / (config.num_layers + 1))
-    norm, head = "model.norm.weight", "lm_head.weight"
+    norm, head = "model.norm.weight", HEAD
     ends = {} if config.tied_embeddings else {head: keep}
     ends[norm] = _narrow_end
     _write(
@@ -94,9 +95,6 @@ def quantize_checkpoint(
     open_checkpoint(work)  # complete, or it raises
     work.rename(out)
     progress("Quantising", 1.0)
-
-
-_EMBEDDING = "model.embed_tokens.weight"
 
 
 def _work_folder(out: Path, job: dict[str, Any]) -> Path:
@@ -233,7 +231,7 @@ class _Calibration:
         self._mask = np.ones(checkpoint.config.num_kv_heads, dtype=bool)
         kv = "fp32" if device.type == "cpu" else "bf16"
         self._shape = CacheShape.for_model(self._config, self._mask[None], kv, 1, 1, device)
-        embedding = checkpoint.load_float(_EMBEDDING)
+        embedding = checkpoint.load_float(EMBEDDING)
         self._states = [embedding[ids].to(device).float() for ids in sample]
         self._turn = kv4.rotation(self._config.hidden_size).to(device)
         self.heads: list[MeasuredHeads] = []  # of each layer so far

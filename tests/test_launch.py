@@ -228,6 +228,15 @@ def test_no_disk_space_is_told_before_anything_is_made(launch: Launcher) -> None
     assert not (launch.root / ".venv").exists()
 
 
+def test_what_an_old_installation_takes_is_room_for_the_new_one(launch: Launcher) -> None:
+    assert launch().returncode == 0
+    (launch.root / ".venv" / ".installing").touch()  # the next start was ended in its middle
+    launch.add("df", "#!/bin/sh\necho\n[ -e .venv/.installing ] && echo d 9 9 9 1% / || echo d 9 9 50000000 1% /\n")
+    result = launch()
+    assert result.returncode == 0, result.stderr
+    assert "starting it anew" in result.stderr
+
+
 def test_a_gpu_brings_its_kernels_and_needs_no_cpu_index(launch: Launcher) -> None:
     launch.gpu()
     assert launch(INDEX_EXIT="0").returncode == 0

@@ -95,9 +95,8 @@ def _keep(store: FileStore, file: UploadFile, purpose: str, owner: str) -> Any:
 def _delete(service: ChatService, store: FileStore, file_id: str, owner: str) -> None:
     label = store.get(file_id, owner).label
     store.delete(file_id, owner)
-    if label and label not in service.library.named():
-        service.library.documents.drop(label)  # ids of its pages, if any are kept
-        service.forget(label)
+    if label:
+        service.library.let_go(label, service.forget)
 
 
 def open_document(store: FileStore, ref: FileRef, owner: str) -> Document:

@@ -13,8 +13,9 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
 from app.documents.archive import Archive, Locked
-from app.documents.document import Extract, Limits, clean, count
+from app.documents.document import Extract, Limits, clean
 from app.errors import BadDocument, DocumentTooLarge
+from app.words import plural
 
 MAX_ENTRIES = 50_000
 MAX_FILE_BYTES = 16 << 20  # of one file inside; data sets are no code
@@ -150,7 +151,7 @@ def read_entries(
     if not any("".join(extract.pages).strip() for _, extract in read):
         raise BadDocument(f"{name} holds no text: {_told(skipped) or 'it is empty'}. Add the files that matter.")
     warnings = (
-        [f"{count(sum(skipped.values()), 'file')} skipped: {_told(skipped)}. No answer knows them."] if skipped else []
+        [f"{plural(sum(skipped.values()), 'file')} skipped: {_told(skipped)}. No answer knows them."] if skipped else []
     )
     if len(notes) > 5:
         notes[5:] = [f"{len(notes) - 5:,} more such notes."]
@@ -160,7 +161,7 @@ def read_entries(
 def _lay_out(name: str, read: list[tuple[str, Extract]], warnings: tuple[str, ...]) -> Extract:
     tree = list(_tree([path for path, _ in read]))
     shown = tree if len(tree) <= _TREE_LINES else [*tree[:_TREE_LINES], f"({len(tree) - _TREE_LINES:,} lines more)"]
-    pages = [f"{name}: {count(len(read), 'file')}\n\n" + "\n".join(shown) + "\n\n"]
+    pages = [f"{name}: {plural(len(read), 'file')}\n\n" + "\n".join(shown) + "\n\n"]
     files: list[tuple[str, int, int]] = []
     for path, extract in read:
         if not "".join(extract.pages).strip():  # an empty file stands in the tree

@@ -198,8 +198,3 @@ def lay_out(pages: Iterable[str]) -> tuple[str, tuple[Page, ...]]:
         spans.append(Page(number, at, at + len(part)))
         at += len(part)
     return "".join(parts), tuple(spans)
-
-
-def count(number: int, noun: str) -> str:
-    """ "1 page", "1,024 pages"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

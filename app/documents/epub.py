@@ -10,9 +10,10 @@ from lxml import etree
 
 from app.documents import html
 from app.documents.archive import Archive
-from app.documents.document import Extract, Limits, count
+from app.documents.document import Extract, Limits
 from app.documents.markup import parse
 from app.errors import BadDocument
+from app.words import plural
 
 _CONTAINER = "META-INF/container.xml"
 _ENCRYPTION = "META-INF/encryption.xml"
@@ -57,7 +58,7 @@ def _missing(chapters: list[str], of: int) -> str:
     if not chapters:
         return ""
     more = f" and {len(chapters) - _NAMED:,} more" if len(chapters) > _NAMED else ""
-    return f"{count(len(chapters), 'chapter')} of {of:,} missing in the book: {', '.join(chapters[:_NAMED])}{more}"
+    return f"{plural(len(chapters), 'chapter')} of {of:,} missing in the book: {', '.join(chapters[:_NAMED])}{more}"
 
 
 def _chapter(data: bytes, name: str, limits: Limits) -> list[str]:

@@ -7,8 +7,9 @@ import threading
 
 import pypdfium2 as pdfium
 
-from app.documents.document import Extract, Limits, count
+from app.documents.document import Extract, Limits
 from app.errors import BadDocument
+from app.words import plural
 
 # PDFium may be called by one thread at a time.
 _LOCK = threading.Lock()
@@ -34,15 +35,15 @@ def read(data: bytes, name: str, limits: Limits) -> Extract:
             document.close()
     if not any(page.strip() for page in pages):
         raise BadDocument(
-            f"{name} has {count(len(pages), 'page')} and no text: it is a scan or made of pictures."
+            f"{name} has {plural(len(pages), 'page')} and no text: it is a scan or made of pictures."
             " Run text recognition (OCR) on it first."
         )
     empty = [number for number, page in enumerate(pages, 1) if not page.strip() and number not in bad]
     warnings = []
     if empty:
-        warnings.append(f"{count(len(empty), 'page')} without text (pictures or scans): {_ranges(empty)}.")
+        warnings.append(f"{plural(len(empty), 'page')} without text (pictures or scans): {_ranges(empty)}.")
     if bad:
-        warnings.append(f"{count(len(bad), 'page')} damaged and left empty: {_ranges(bad)}.")
+        warnings.append(f"{plural(len(bad), 'page')} damaged and left empty: {_ranges(bad)}.")
     return Extract("pdf", pages, tuple(warnings))
 
 

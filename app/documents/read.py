@@ -9,8 +9,9 @@ from pathlib import Path, PurePath
 
 from app.documents import codebase, docx, epub, html, notebook, odt, packed, pdf, rtf, text
 from app.documents.archive import Archive, Locked, open_archive
-from app.documents.document import Document, Extract, File, Limits, clean, count, lay_out
+from app.documents.document import Document, Extract, File, Limits, clean, lay_out
 from app.errors import BadDocument, DocumentTooLarge
+from app.words import plural
 
 _TRY = "Save it as PDF, DOCX or plain text and upload that."
 _ARCHIVE = "Unpack it and upload the files inside."
@@ -206,7 +207,7 @@ def _document(extract: Extract, name: str, data: bytes, limits: Limits) -> Docum
         pages.append(cleaned)
         removed += found
     if removed:
-        warnings.append(f"{count(removed, 'control character')} removed.")
+        warnings.append(f"{plural(removed, 'control character')} removed.")
     content, spans = lay_out(pages)
     limits.check_chars(name, len(content))
     if not content.strip():

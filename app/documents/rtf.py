@@ -7,8 +7,9 @@ import re
 
 from striprtf.striprtf import rtf_to_text
 
-from app.documents.document import Extract, Limits, count, paginate
+from app.documents.document import Extract, Limits, paginate
 from app.errors import BadDocument
+from app.words import plural
 
 _CODEPAGE = re.compile(rb"\\ansicpg(\d{1,5})")
 _PAGE = re.compile(r"(\\\\)|\\page(?![a-z])[ ]?")  # a backslash in the text is two of them
@@ -32,7 +33,7 @@ def read(data: bytes, name: str, limits: Limits) -> Extract:
     limits.check_chars(name, len(text))
     warnings = []
     if wrong := text.count("\ufffd"):
-        warnings.append(f"{count(wrong, 'character')} could not be decoded as {encoding}, shown as \ufffd.")
+        warnings.append(f"{plural(wrong, 'character')} could not be decoded as {encoding}, shown as \ufffd.")
     if not source.rstrip("\0 \r\n\t").endswith("}"):
         warnings.append("The file is cut short: its end is missing.")
     return Extract("rtf", list(paginate(text)), tuple(warnings))

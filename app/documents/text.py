@@ -7,9 +7,10 @@ import re
 import unicodedata
 from dataclasses import dataclass, replace
 
-from app.documents.document import Extract, Limits, count, paginate, unify_line_ends
+from app.documents.document import Extract, Limits, paginate, unify_line_ends
 from app.documents.encodings import guess_encoding
 from app.errors import BadDocument
+from app.words import plural
 
 _BOMS = (  # UTF-32's mark begins with UTF-16's, so it goes first
     (codecs.BOM_UTF8, "utf-8-sig"),
@@ -54,7 +55,7 @@ def warnings_of(decoded: Decoded) -> tuple[str, ...]:
     if decoded.guessed:
         warnings.append(f"Read as {decoded.encoding}. If letters look wrong, save the file as UTF-8.")
     if decoded.undecodable:
-        bad = count(decoded.undecodable, "byte")
+        bad = plural(decoded.undecodable, "byte")
         warnings.append(f"{bad} could not be decoded as {decoded.encoding}, shown as {_SHOWN_AS}.")
     return tuple(warnings)
 
@@ -86,7 +87,7 @@ def decode(data: bytes, name: str, declared: str | None = None) -> Decoded:
     decoded = replace(_lossy(data, known or guess_encoding(data)), guessed=known is None)
     if decoded.undecodable * 10 > len(data):
         raise BadDocument(
-            f"{name} is no text in any known encoding: {count(decoded.undecodable, 'byte')} of {len(data):,}"
+            f"{name} is no text in any known encoding: {plural(decoded.undecodable, 'byte')} of {len(data):,}"
             f" could not be decoded, even as {decoded.encoding}. Save it as UTF-8."
         )
     return decoded

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -98,9 +99,10 @@ class Engine:
         """Wait until no request of a chat runs or waits, at most so long."""
         with self._changed:
             jobs = [job for job in (*self._queue, self._running) if isinstance(job, Job)]
+        until = time.monotonic() + seconds
         for job in jobs:
             if job.request.chat_id == chat_id:
-                job.finished.wait(seconds)
+                job.finished.wait(max(0.0, until - time.monotonic()))
 
     def between(self, do: Callable[[], None]) -> None:
         """Have the worker do something when what was submitted before has ended, and wait until it has.

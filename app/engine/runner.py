@@ -135,7 +135,11 @@ class Runner:
                 return snapshots.read(chain, self.pool, self.prefixes.shared(prompt[:length]), tell)
 
             if (cache := self.make_room(read)) is not None:
-                self.prefixes.keep(prompt[:length], cache.fork(), None)
+                try:
+                    self.prefixes.keep(prompt[:length], cache.fork(), None)
+                except BaseException:
+                    cache.release()
+                    raise
                 return cache
         return None
 

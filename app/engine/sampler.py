@@ -11,6 +11,7 @@ from app.engine.types import SamplingParams
 from models.errors import BadLogits
 
 NOT_FINITE = -1  # in place of a token
+_LONGEST, _SPAN, _REPEATS = 4096, 256, 6  # of a loop, see LoopDetector
 _RUN = 32  # tokens in a row that are the same as before by a loop, hardly by chance
 
 
@@ -98,14 +99,13 @@ def check_token(token: int, number: int) -> None:
 
 
 class LoopDetector:
-    """Finds an answer that repeats one passage, a word or pages of up to `max_period` tokens, over and over.
+    """Finds an answer that repeats one passage, a word or pages of up to `_LONGEST` tokens, over and over.
 
-    A loop is reported when the repeats cover `min_span` tokens and at least `min_repeats` periods; tables and lists
-    repeat far less than that. The period is the distance to where the last `_RUN` tokens stood before.
+    A loop is reported when the repeats cover `_SPAN` tokens and at least `_REPEATS` periods; tables and lists repeat
+    far less than that. The period is the distance to where the last `_RUN` tokens stood before.
     """
 
-    def __init__(self, max_period: int = 4096, min_span: int = 256, min_repeats: int = 6) -> None:
-        self._most, self._span, self._repeats = max_period, min_span, min_repeats
+    def __init__(self) -> None:
         self._ids: list[int] = []
         self._ends: OrderedDict[int, int] = OrderedDict()  # where each of the newest runs of tokens ended last
         self._period = self._same = 0  # tokens that were those of a period before
@@ -123,9 +123,9 @@ class LoopDetector:
         run = hash(tuple(ids[-_RUN:]))
         before = ends.pop(run, None)
         ends[run] = len(ids)
-        if len(ends) > self._most:
+        if len(ends) > _LONGEST:
             ends.popitem(last=False)
-        if not self._period and before is not None and len(ids) - before <= self._most:
+        if not self._period and before is not None and len(ids) - before <= _LONGEST:
             self._period, self._same = len(ids) - before, _RUN
-        need = max(self._span, self._repeats * self._period) - self._period
+        need = max(_SPAN, _REPEATS * self._period) - self._period
         return bool(self._period) and self._same >= need

@@ -6,6 +6,7 @@ import threading
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+_FADE = 0.97  # what stays of older chunks with each new one
 _FORGET = 0.05  # what stays of older chunks when one took less than half of what they foretold
 _COUNTING = threading.Lock()  # requests end in the worker, and in whatever thread cancels one that waits
 
@@ -39,9 +40,8 @@ class CostModel:
     it; it stands in until chunks of different depth have been seen.
     """
 
-    def __init__(self, ratio: float = 0.0, fade: float = 0.97) -> None:
+    def __init__(self, ratio: float = 0.0) -> None:
         self._ratio = ratio
-        self._fade = fade
         self._count = 0
         self._xx = self._xy = self._yy = self._xt = self._yt = 0.0
 
@@ -55,7 +55,7 @@ class CostModel:
         weight = y * (end - start) ** 2
         expected = self.seconds(start, end)
         # No machine is faster than it can be: what was slower before was other load, and says nothing any more.
-        keep = _FORGET if expected is not None and seconds < expected / 2 else self._fade
+        keep = _FORGET if expected is not None and seconds < expected / 2 else _FADE
         self._xx = keep * self._xx + weight
         self._xy = keep * self._xy + weight * y
         self._yy = keep * self._yy + weight * y * y

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import threading
@@ -45,7 +46,7 @@ class ChatStore:
         self._lock = threading.Lock()
         self._known: dict[str, tuple[int, Listed, str]] = {}  # id: (time of the file, entry, its words)
         self.unread = ""
-        self._places: dict[str, dict[tuple[int, ...], list[int]]] = {}  # chat: where its ids lie already
+        self._places: dict[str, dict[bytes, list[int]]] = {}  # chat: by their hash, where its ids lie already
 
     def save(self, chat: Chat) -> None:
         """Write a chat as it stands; one without a question is not worth a file."""
@@ -61,12 +62,19 @@ class ChatStore:
     def open(self, chat_id: str, document_of: Callable[[str], Document | None]) -> Chat | None:
         """A saved chat; None when it is not there. Documents that are gone leave their names."""
         plain = self._read(chat_id)
-        return None if plain is None else self._chat(plain, document_of)
+        if plain is None:
+            return None
+        chat = self._chat(plain, document_of)
+        places = self._places.setdefault(chat_id, {})
+        for turn, entry in zip(chat.tree.values(), plain["turns"], strict=True):
+            for ids, place in ((turn.prompt_ids, entry["prompt"]), (turn.answer_ids, entry["ids"])):
+                if len(ids) == place[1]:  # else they could not be read, and are not there
+                    places[_hash(_bytes(ids))] = place
+        return chat
 
     def _chat(self, plain: dict[str, Any], document_of: Callable[[str], Document | None]) -> Chat:
-        chat_id = plain["id"]
         try:
-            ids = self._ids(chat_id)
+            ids = self._ids(plain["id"])
         except OSError:
             ids = b""  # made anew from the texts
         sampling = SamplingParams(**plain["sampling"] | {"stop": tuple(plain["sampling"]["stop"])})
@@ -76,11 +84,7 @@ class ChatStore:
             for source in entry["sources"]:
                 if source["document"] not in documents:
                     documents[source["document"]] = document_of(source["document"])
-            turn = chat.tree[entry["id"]] = _turn(entry, documents, ids)
-            places = self._places.setdefault(chat_id, {})
-            for ids_, place in ((turn.prompt_ids, entry["prompt"]), (turn.answer_ids, entry["ids"])):
-                if len(ids_) == place[1]:  # else they could not be read, and are not there
-                    places[ids_] = place
+            chat.tree[entry["id"]] = _turn(entry, documents, ids)
         chat.head = plain["head"]
         return chat
 
@@ -117,6 +121,7 @@ class ChatStore:
                 for suffix in ("json", "ids"):
                     (self.folder / f"{chat_id}.{suffix}").unlink(missing_ok=True)
                 self._places.pop(chat_id, None)
+                self._known.pop(chat_id, None)
 
     def documents(self) -> set[str]:
         """The labels of all documents that any chat has read, damaged chats included.
@@ -131,7 +136,7 @@ class ChatStore:
 
     def paths(self, likes: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
         """Token ids of every branch of every chat with one that begins with the same tokens as one of `likes`."""
-        wanted = {np.asarray(like[:_ALIKE], dtype="<i4").tobytes() for like in likes}
+        wanted = {_bytes(like[:_ALIKE]) for like in likes}
         for path in names_in(self.folder, ".json"):
             plain = self._read(path.stem)
             if plain is None:
@@ -188,15 +193,15 @@ class ChatStore:
 
     def _place(self, chat_id: str, ids: tuple[int, ...]) -> list[int]:
         """[offset, count, CRC-32] of ids in the chat's file; what is there already is not written again."""
-        places = self._places.setdefault(chat_id, {})
-        if ids not in places:
-            data = np.asarray(ids, dtype="<i4").tobytes()
+        places, data = self._places.setdefault(chat_id, {}), _bytes(ids)
+        key = _hash(data)
+        if key not in places:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with (self.folder / f"{chat_id}.ids").open("ab") as file:
                 start = file.tell()
                 file.write(data)
-            places[ids] = [start, len(ids), zlib.crc32(data)]  # only now: a full disk may have taken a part of it
-        return places[ids]
+            places[key] = [start, len(ids), zlib.crc32(data)]  # only now: a full disk may have taken a part of it
+        return places[key]
 
     def _ids(self, chat_id: str, start: int = 0, size: int = -1) -> bytes:
         try:
@@ -205,6 +210,14 @@ class ChatStore:
                 return file.read(size)
         except FileNotFoundError:
             return b""
+
+
+def _bytes(ids: Sequence[int]) -> bytes:
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def _hash(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
 
 
 def _is_chat(plain: dict[str, Any]) -> bool:

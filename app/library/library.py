@@ -191,6 +191,16 @@ class Library:
                 self.documents.drop(label)
                 tell(label)
 
+    def let_go(self, label: str, tell: Callable[[str], None]) -> None:
+        """Delete what is kept of a document, if nothing names it any more; `tell` hears of it then.
+
+        Beside its text these are the ids of its pages, which a file of the API has without a text here.
+        """
+        with self.documents.naming:
+            if label not in self.named():
+                self.documents.drop(label)
+                tell(label)
+
     def tidy(self) -> None:
         """Delete what programs left here that were killed; never fails."""
         try:

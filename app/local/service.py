@@ -52,13 +52,12 @@ class LocalService(ChatService):
     def busy(self) -> bool:
         return (loaded := self._loaded) is not None and loaded.engine.busy
 
-    def load(self, progress: LoadProgress | None = None, documents: bool = True) -> None:
-        def report(stage: str, fraction: float) -> None:
-            if self._closed.is_set():
-                raise Cancelled("The service was closed while it loaded.")
-            if progress is not None:
-                progress(stage, fraction)
+    @property
+    def waiting(self) -> int:
+        return loaded.engine.waiting if (loaded := self._loaded) is not None else 0
 
+    def load(self, progress: LoadProgress | None = None, documents: bool = True) -> None:
+        report = self._unless_closed(progress)
         if self._loaded is not None:
             return
         try:
@@ -83,6 +82,17 @@ class LocalService(ChatService):
         except Exception as error:
             self.load_error = error
 
+    def _unless_closed(self, progress: LoadProgress | None) -> LoadProgress:
+        """Tells `progress`; raises Cancelled once the service is closed, so that nobody waits for a model in vain."""
+
+        def report(stage: str, fraction: float) -> None:
+            if self._closed.is_set():
+                raise Cancelled("The service was closed while it opened a model.")
+            if progress is not None:
+                progress(stage, fraction)
+
+        return report
+
     @property
     def changeable(self) -> tuple[str, ...]:
         if (loaded := self._loaded) is None:
@@ -99,7 +109,7 @@ class LocalService(ChatService):
             known = ", ".join(self.changeable) or "nothing"
             raise UsageError(f"{', '.join(wrong)} cannot be changed here while Octavo runs; {known} can.")
         replace(self.settings, **values)  # values that cannot be are told before anybody waits
-        report = progress or (lambda stage, fraction: None)
+        report = self._unless_closed(progress)
 
         def work() -> None:
             before, wanted = self.settings, replace(self.settings, **values)

@@ -98,6 +98,8 @@ class RemoteEngine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        while self._running:  # what is told of their ends
+            await asyncio.sleep(0.01)
         self._loop.stop()
 
     def _begin(self, job: Job, body: dict[str, Any]) -> None:
@@ -113,13 +115,18 @@ class RemoteEngine:
 
     def _end(self, job: Job, answer: _Parts, task: asyncio.Task[None]) -> None:
         event = self._event(answer, task)
+        if isinstance(event, Failed) or job.on_done is None:
+            self._tell(job, event)
+            return
+        # It may look through long documents, while other answers go on in this loop.
+        keeping = self._loop.run_in_executor(None, job.on_done, event)
+        keeping.add_done_callback(lambda kept: self._tell(job, event, kept.exception()))
+
+    def _tell(self, job: Job, event: Done | Failed, error: BaseException | None = None) -> None:
         if isinstance(event, Done):
             self.timings = event.timings
-            try:
-                if job.on_done is not None:
-                    job.on_done(event)
-            except Exception as error:
-                event = Failed(error)
+        if isinstance(error, Exception):
+            event = Failed(error)
         self._count(event)
         del self._running[job]
         job.finished.set()

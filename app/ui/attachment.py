@@ -23,6 +23,7 @@ class Attachment:
     document: Document | None = None
     error: str = ""
     counts: dict[tuple[int, int], int] = field(default_factory=dict)  # tokens, by the pages chosen
+    counted: float = 0.0  # how far the chosen pages are, from 0 to 1
     arrived: float = 0.0  # when its upload was whole (monotonic seconds); 0 for what was here already
     first: int = 1
     last: int = 1

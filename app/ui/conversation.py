@@ -156,9 +156,12 @@ class Conversation:
             def gone(attachment: Attachment = attachment, source: Selection = source) -> bool:
                 return attachment not in self.shelf or attachment.source != source
 
+            def tell(share: float, attachment: Attachment = attachment) -> None:
+                attachment.counted = share
+
             if attachment.tokens is None:
                 with self._tokenizing, suppress(Cancelled):
-                    tokens = self.service.count_tokens(source, cancelled=gone)
+                    tokens = self.service.count_tokens(source, tell, gone)
                     attachment.counts[source.first_page, source.last_page] = tokens
 
     def shelve(self, attachment: Attachment) -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 import gradio as gr
 
 from app.errors import NotReady, describe
-from app.service import ChatService, PlanView
+from app.service import PlanView
 from app.ui import frame, messages, options, shelf, sidebar, status, strip
 from app.ui.answer import Answer
 from app.ui.conversation import Conversation
@@ -52,8 +52,8 @@ class Drawing:
     drawing may come last.
     """
 
-    def __init__(self, service: ChatService, loading: Loading, parts: Parts, sessions: Sessions) -> None:
-        self.service = service
+    def __init__(self, loading: Loading, parts: Parts, sessions: Sessions) -> None:
+        self.service = sessions.service
         self.loading = loading
         self.parts = parts
         self.sessions = sessions
@@ -100,7 +100,7 @@ class Drawing:
         """Equal as long as what stands below the conversation looks the same, but for an answer in progress."""
         conversation = session.conversation
         loading = None if self.service.ready and not self.loading.anew else (self.loading.stage, self.loading.share)
-        tokens = [attachment.tokens for attachment in conversation.shelf]
+        tokens = [item.tokens or f"{item.counted:.0%}" for item in conversation.shelf]
         plan = conversation.planned(self._plan_of(session))
         return self._shown(session), loading, tokens, plan, session.refusal
 
@@ -119,8 +119,6 @@ class Drawing:
         parts, conversation, now = self.parts, session.conversation, time.monotonic()
         changes: Changes = {}
         if (answer := conversation.running) is not None:
-            if answer.phase == "queued":
-                self.sessions.give_way()
             pause = UPDATE_S * (seen.piece // CHARS_PER_UPDATE)
             if now - seen.answer_at > (pause if answer.version != seen.version else max(pause, COUNTDOWN_S)):
                 seen.version, seen.answer_at = answer.version, now
@@ -173,14 +171,13 @@ class Drawing:
         try:
             found, known = owner.chats.find(session.words), owner.documents()
             unread = owner.chats.unread
+            at_once = {entry.label for entry in known if service.opens_at_once(entry.label)}
         except OSError as error:
-            found, known, unread = [], [], describe(error)[0]
+            found, known, at_once, unread = [], [], set(), describe(error)[0]
         chats = sidebar.chats(found, session.conversation.chat.id, running, session.words)
         held, quota = service.saved_bytes(), service.saved_quota
         note = session.conversation.unsaved or unread or service.saved_note
-        library = sidebar.library(
-            known, service.opens_at_once, service.saved_bytes, service.reading_seconds, held, quota, note
-        )
+        library = sidebar.library(known, at_once, service.saved_bytes, service.reading_seconds, held, quota, note)
         return {parts.chats: chats, parts.library: library}
 
     def plan_strip(self, session: Session) -> str:

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from app.library import Library
+from app.ui.session import SECRET
 
 _TYPES = {"md": "text/markdown", "json": "application/json"}
 
@@ -23,7 +24,7 @@ class Exports:
         chat_id, _, kind = request.path_params["name"].rpartition(".")
         secret = request.headers.get("x-octavo-browser", "")
         text = None
-        if secret and kind in _TYPES:
+        if SECRET.fullmatch(secret) and kind in _TYPES:
             text = await asyncio.to_thread(self._library.owner(secret).export_chat, chat_id, kind)
         if text is None:
             return JSONResponse({"error": "This browser has no such chat."}, 404)

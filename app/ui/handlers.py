@@ -6,6 +6,7 @@ import asyncio
 import re
 import secrets
 from collections.abc import AsyncIterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import gradio as gr
@@ -15,29 +16,26 @@ from app.documents import Document
 from app.documents.document import without_halves
 from app.errors import OctavoError, UsageError
 from app.evidence import Passage, Quote
-from app.service import ChatService
 from app.ui import options, source, strip
 from app.ui.attachment import Attachment
 from app.ui.conversation import Conversation
 from app.ui.drawing import UPDATE_S, Drawing, Seen
 from app.ui.parts import BUSY, IDLE, Changes, Parts, field, files, number
-from app.ui.session import Loading, Session, Sessions
+from app.ui.session import SECRET, SECRET_CHARS, Loading, Session, Sessions
 from app.ui.uploads import Uploads
 
 _PLACE = re.compile(r"(?P<kind>[pq])(?P<at>\d{1,3})(?::(?P<page>\d{1,9}))?", re.ASCII)  # passage or quote, and a page
-SECRET_CHARS = 24  # of a browser's secret at least; a shorter one, or with what no header carries, is not from here
-_SECRET = re.compile(rf"[!-~]{{{SECRET_CHARS},200}}")
 
 
 class Handlers:
     """One object a page design; what belongs to one tab is in its Session."""
 
-    def __init__(self, service: ChatService, loading: Loading, uploads: Uploads, parts: Parts) -> None:
-        self.service = service
+    def __init__(self, sessions: Sessions, loading: Loading, uploads: Uploads, parts: Parts) -> None:
+        self.service = sessions.service
         self.uploads = uploads
         self.parts = parts
-        self.sessions = Sessions(service)
-        self.draw = Drawing(service, loading, parts, self.sessions)
+        self.sessions = sessions
+        self.draw = Drawing(loading, parts, sessions)
 
     async def opened(self, kept: str, secret: str, arrival: str, request: gr.Request) -> AsyncIterator[Changes]:
         """A page was loaded: find its chat again or begin one, and show what happens there.
@@ -45,7 +43,7 @@ class Handlers:
         `kept` is what the tab has, see Session.kept; `arrival` is the browser's word for how it came to be loaded.
         """
         parts = self.parts
-        secret = secret if _SECRET.fullmatch(secret) else secrets.token_urlsafe(SECRET_CHARS)
+        secret = secret if SECRET.fullmatch(secret) else secrets.token_urlsafe(SECRET_CHARS)
         owner = self.service.library.owner(secret)
         session = await self.sessions.open(kept, owner, request.session_hash or "", again=arrival == "reload")
         yield {parts.session: session, parts.tab: session.kept}
@@ -125,8 +123,11 @@ class Handlers:
         """Something was done to a chat, a turn or a document of the library."""
         session = await self._session(known, request)
         conversation = session.conversation
+        # What moves the head of the chat, or asks, waits for a question that is looked at: it was asked before.
+        moves = field(event, "do") in ("again", "resume", "branch")
         try:
-            return self._nothing() | await self._act(session, event)
+            async with conversation.asking if moves else nullcontext():
+                return self._nothing() | await self._act(session, event)
         except (OSError, UsageError) as error:
             self.draw.refuse(session, conversation, error)
             return self._nothing()

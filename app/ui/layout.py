@@ -8,13 +8,12 @@ from typing import Any
 import gradio as gr
 from fastapi import FastAPI
 
-from app.service import ChatService
 from app.ui import drawing, frame, sidebar, status, strip
-from app.ui.changes import Page
-from app.ui.handlers import SECRET_CHARS, Handlers
+from app.ui.handlers import Handlers
 from app.ui.heads import heads_panel
+from app.ui.page import Page
 from app.ui.parts import IDLE, Parts
-from app.ui.session import Loading
+from app.ui.session import SECRET_CHARS, Loading, Sessions
 from app.ui.theme import theme
 from app.ui.uploads import Uploads
 
@@ -26,8 +25,8 @@ _FORMULAS: list[dict[str, str | bool]] = [
 ]
 
 
-def build_page(service: ChatService, loading: Loading, uploads: Uploads) -> gr.Blocks:
-    """The Gradio page over a service."""
+def build_page(sessions: Sessions, loading: Loading, uploads: Uploads) -> gr.Blocks:
+    """The Gradio page over the service of the sessions."""
     with Page(title="Octavo", analytics_enabled=False, fill_height=True) as page:
         tab, secret, arrival, pulse = (gr.Textbox(visible=False) for _ in range(4))
         header = gr.HTML(
@@ -77,10 +76,10 @@ def build_page(service: ChatService, loading: Loading, uploads: Uploads) -> gr.B
         options = gr.HTML("", elem_id="oc-forms", apply_default_css=False)
         session = gr.State()
         with dock:
-            heads_panel(service, loading, session, [shelf, turns])
+            heads_panel(sessions.service, loading, session, [shelf, turns])
         shown = (welcome, chat, turns, line, shelf, question, foot, chats, library, source, options, pulse)
         parts = Parts(session, tab, *shown)
-        _connect(page, header, secret, arrival, Handlers(service, loading, uploads, parts), parts)
+        _connect(page, header, secret, arrival, Handlers(sessions, loading, uploads, parts), parts)
     return page.queue(default_concurrency_limit=None, api_open=False)
 
 
@@ -115,12 +114,12 @@ def _connect(
     header.acted(handlers.acted, [session], **on(trigger_mode="multiple"))
 
 
-def mount_page(app: FastAPI, service: ChatService, loading: Loading, uploads: Uploads) -> FastAPI:
+def mount_page(app: FastAPI, sessions: Sessions, loading: Loading, uploads: Uploads) -> FastAPI:
     """The app with the page at its root."""
     storage = (_HERE / "storage.js").read_text(encoding="utf-8").replace("SECRET_CHARS", str(SECRET_CHARS))
     return gr.mount_gradio_app(
         app,
-        build_page(service, loading, uploads),
+        build_page(sessions, loading, uploads),
         path="/",
         footer_links=[],
         run_history=False,

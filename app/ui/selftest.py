@@ -30,18 +30,25 @@ _WHAT = (
 
 
 class _Run:
-    """A self-test under way in a thread of its own, whatever the page does."""
+    """A self-test that is made ready, then under way in a thread of its own, whatever the page does."""
 
-    def __init__(self, test: SelfTest) -> None:
-        self.test = test
+    def __init__(self) -> None:
+        self.stopped = False
         self.seen: list[Seen] = []
         self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._work, name="self-test", daemon=True)
+        self._test: SelfTest | None = None
+
+    def begin(self, test: SelfTest) -> None:
+        """Raises Stopped where it was stopped before it began."""
+        self._test = test
+        if self.stopped:
+            raise Stopped("Stopped.")
+        self._thread = threading.Thread(target=self._work, args=(test,), name="self-test", daemon=True)
         self._thread.start()
 
-    def _work(self) -> None:
+    def _work(self, test: SelfTest) -> None:
         try:
-            for one in self.test:
+            for one in test:
                 self.seen.append(one)
         except Exception as error:
             self.error = error
@@ -50,10 +57,16 @@ class _Run:
     def running(self) -> bool:
         return self._thread.is_alive()
 
+    def stop(self) -> None:
+        """At once while it is made ready, else at the next chunk or token; any number of times."""
+        self.stopped = True
+        if self._test is not None:
+            self._test.examiner.stop()
+
 
 def self_test_form(service: ChatService, loading: Loading, session: gr.State, changed: Sequence[Any]) -> None:
     """Chooses a document and the number of facts; `changed` are parts that change, or open, when documents do."""
-    runs: dict[str, _Run | None] = {}  # by tab; None while one is made ready
+    runs: dict[str, _Run] = {}  # by tab
     gr.HTML(_WHAT, elem_id="oc-self-test-about", apply_default_css=False)
     none = gr.HTML("", elem_id="oc-self-test-none", apply_default_css=False)
     with gr.Row(elem_id="oc-self-test-row"):
@@ -87,42 +100,37 @@ def self_test_form(service: ChatService, loading: Loading, session: gr.State, ch
             return
         title = chosen or next(iter(sources))
         page = session.page
-        run: _Run | None = None
-        runs[session.token] = None
+        run = runs[session.token] = _Run()
         try:
             yield {start: gr.Button(visible=False), stop: gr.Button(visible=True), chart: "<p>Preparing …</p>"}
-            while loading.anew and session.token in runs and session.page == page:
+            while loading.anew and not run.stopped and session.page == page:
                 yield {chart: "<p>Begins once the model has been opened anew.</p>"}
                 await asyncio.sleep(_POLL_S)
-            if session.token not in runs or session.page != page:
+            if run.stopped or session.page != page:
                 raise Stopped("Stopped.")
             document = await asyncio.to_thread(_opened, session, sources[title])
-            run = runs[session.token] = _Run(await asyncio.to_thread(service.self_test, document, int(facts)))
+            test = await asyncio.to_thread(service.self_test, document, int(facts))
+            run.begin(test)
             shown = ""
             while run.running and session.page == page:  # a page that is closed asks no further
-                if (now := depth_chart(run.test, title, list(run.seen), _where(run))) != shown:
+                if (now := depth_chart(test, title, list(run.seen), _where(test, run.seen))) != shown:
                     shown = now
                     yield {chart: now}
                 await asyncio.sleep(_POLL_S)
             if run.error is not None and not isinstance(run.error, Stopped):
                 raise run.error
-            ended = "" if run.error is None else f"Stopped after {len(run.seen)} of {run.test.count}."
-            yield {chart: depth_chart(run.test, title, run.seen, ended)}
+            ended = "" if run.error is None else f"Stopped after {len(run.seen)} of {test.count}."
+            yield {chart: depth_chart(test, title, run.seen, ended)}
         except Exception as error:
             yield {chart: f'<p class="oc-lost">{escape(describe(error)[0])}</p>'}
         finally:
-            if run is not None:
-                run.test.examiner.stop()
+            run.stop()
             runs.pop(session.token, None)
         yield {start: gr.Button(visible=True), stop: gr.Button(visible=False)}
 
     def stopped(session: Session | None) -> None:
-        if session is None or session.token not in runs:
-            return
-        if (run := runs[session.token]) is not None:
-            run.test.examiner.stop()
-        elif loading.anew:
-            del runs[session.token]
+        if session is not None and (run := runs.get(session.token)) is not None:
+            run.stop()
 
     quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_limit": None}
     triggers = [part.expand if isinstance(part, gr.Accordion) else part.change for part in changed]
@@ -132,10 +140,10 @@ def self_test_form(service: ChatService, loading: Loading, session: gr.State, ch
     stop.click(stopped, [session], None, queue=False, **quiet)
 
 
-def _where(run: _Run) -> str:
+def _where(test: SelfTest, seen: Sequence[Seen]) -> str:
     """What goes on just now."""
-    which = f"Fact {min(len(run.seen) + 1, run.test.count)} of {run.test.count}: "
-    match run.test.examiner.at:
+    which = f"Fact {min(len(seen) + 1, test.count)} of {test.count}: "
+    match test.examiner.at:
         case Queued(place):
             return f"{which}waiting, place {place} in line."
         case Opening(done, total):

@@ -65,11 +65,12 @@ def create_app(service: ChatService, settings: Settings) -> FastAPI:
     from app.api import add_api
     from app.ui.exports import Exports
     from app.ui.layout import mount_page
-    from app.ui.session import Loading
+    from app.ui.session import Loading, Sessions
     from app.ui.streams import Streams
     from app.ui.uploads import Uploads
 
     loading = Loading()
+    sessions = Sessions(service)
     uploads = Uploads(Limits().max_bytes)
 
     def load() -> None:
@@ -82,7 +83,9 @@ def create_app(service: ChatService, settings: Settings) -> FastAPI:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "octavo-page"))
         loader = threading.Thread(target=load, name="load-model", daemon=True)
         loader.start()
+        attending = asyncio.create_task(sessions.attend())
         yield
+        attending.cancel()
         uploads.close()
         service.close()
         # A thread that is in a library's own code when the interpreter ends takes the process down with an abort.
@@ -96,7 +99,7 @@ def create_app(service: ChatService, settings: Settings) -> FastAPI:
     app.add_middleware(Streams)
     access = Access(settings.auth, settings.api_key)
     app.add_middleware(Guard, local=is_local(settings.host), host=settings.host, access=access)
-    return mount_page(app, service, loading, uploads)
+    return mount_page(app, sessions, loading, uploads)
 
 
 async def _not_here(_: Request) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections import Counter
@@ -19,8 +20,12 @@ REMEMBER_S = 600.0
 # An answer that no page shows goes on, so that a reload or a dropped connection loses nothing; after this time it gives
 # way when somebody else waits for the engine.
 UNWATCHED_S = 15.0
+ATTEND_S = 1.0
 OPEN_S = 30.0  # that what is used on a page waits at most until the page is known
 TURNS = 30  # that a page holds at first, and how many more it gets when somebody asks for earlier ones
+
+SECRET_CHARS = 24  # of a browser's secret at least; a shorter one, or with what no header carries, is not from here
+SECRET = re.compile(rf"[!-~]{{{SECRET_CHARS},200}}")
 
 _LOST = "Documents that waited here for a question are not kept any more. Add them again."
 
@@ -90,7 +95,7 @@ class Sessions:
     """
 
     def __init__(self, service: ChatService) -> None:
-        self._service = service
+        self.service = service
         self._sessions: dict[str, Session] = {}
         self._changes: Counter[int] = Counter()  # of the lists of each owner
 
@@ -117,7 +122,7 @@ class Sessions:
                 break
             await asyncio.sleep(0.1)
         if session is None or (session.page is not None and not again):
-            session = Session(owner, page, Conversation(self._service, owner))
+            session = Session(owner, page, Conversation(self.service, owner))
             self._sessions[session.token] = session
         session.page = page
         if forgotten:
@@ -143,7 +148,7 @@ class Sessions:
             chat = await asyncio.to_thread(session.owner.open_chat, chat_id)
             conversation = self._opened(session.owner, chat_id)  # by another tab meanwhile
             if conversation is None and chat is not None:
-                conversation = Conversation(self._service, session.owner, chat)
+                conversation = Conversation(self.service, session.owner, chat)
         if conversation is not None:
             self._replace(session, conversation)
 
@@ -156,7 +161,7 @@ class Sessions:
         """Have a tab begin a new chat, with what waits on its shelf; what runs in the old one goes on."""
         old, new = session.conversation, session.draft
         if new.asked or new.deleted or (new is old and old.asking.locked()):
-            new = session.draft = Conversation(self._service, session.owner)
+            new = session.draft = Conversation(self.service, session.owner)
         if new is not old:
             self._replace(session, new)
             if not self._shown(old) and not old.asking.locked():  # else a question is looked at that is about it
@@ -171,10 +176,10 @@ class Sessions:
 
     def fork(self, session: Session, turn_id: str) -> None:
         """Have a tab go on from an answer in a chat of its own."""
-        chat = self._service.fork(session.conversation.chat, turn_id)
+        chat = self.service.fork(session.conversation.chat, turn_id)
         session.owner.save_chat(chat)
         self.changed(session.owner)
-        self._replace(session, Conversation(self._service, session.owner, chat))
+        self._replace(session, Conversation(self.service, session.owner, chat))
 
     def running(self, owner: Owner) -> set[str]:
         """Ids of the chats of a browser that are answering."""
@@ -199,7 +204,7 @@ class Sessions:
             if session.owner is owner and old.chat.id == chat_id:
                 chat, old.deleted = old.chat, True
                 old.stop()
-                session.draft = Conversation(self._service, owner)
+                session.draft = Conversation(self.service, owner)
                 session.draft.take_over(old)
                 session.show(session.draft)
         return chat
@@ -213,8 +218,15 @@ class Sessions:
             elif session.page is None and now - session.left_at > REMEMBER_S and session.conversation.running is None:
                 self._sessions.pop(session.token, None)
 
-    def give_way(self) -> None:
-        """Somebody waits: stop an answer that no page has shown for a while. What it has read stays read."""
+    async def attend(self) -> None:
+        """For as long as the page is served: see to it that whoever waits, on a page or not, need not wait for ever."""
+        while True:
+            await asyncio.sleep(ATTEND_S)
+            if self.service.waiting:
+                self._give_way()
+
+    def _give_way(self) -> None:
+        """Stop an answer that no page has shown for a while. What it has read stays read."""
         sessions, now = list(self._sessions.values()), time.monotonic()
         watched = {id(session.conversation) for session in sessions if session.page is not None}
         for session in sessions:

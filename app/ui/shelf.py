@@ -6,6 +6,7 @@ from html import escape
 
 from app.places import parts_of
 from app.ui.attachment import Attachment
+from app.ui.frame import CROSS
 from app.words import plural
 
 
@@ -27,18 +28,15 @@ def _card(attachment: Attachment, movable: bool) -> str:
     else:
         kind = ""
         pages = len(document.pages)
-        tokens = "counting tokens" if attachment.tokens is None else plural(attachment.tokens, "token")
+        share = f", {attachment.counted:.0%}" if attachment.counted else ""
+        tokens = f"counting tokens{share}" if attachment.tokens is None else plural(attachment.tokens, "token")
         files = f"<span>{plural(len(document.files), 'file')}</span>" if document.files else ""
         parts = parts_of(document)
         facts = f"{files}<span>{plural(pages, parts)}</span><span>{tokens}</span>"
         if pages > 1:
             facts += _page_choice(attachment, pages, parts)
         facts += "".join(f'<span class="oc-warn">{escape(warning)}</span>' for warning in document.warnings)
-    remove = (
-        f'<button type="button" class="oc-remove" data-do="remove" aria-label="Remove {name}">'
-        '<svg viewBox="0 0 20 20" aria-hidden="true"><path d="M5 5l10 10M15 5L5 15" stroke="currentColor"'
-        ' stroke-width="1.6" stroke-linecap="round"/></svg></button>'
-    )
+    remove = f'<button type="button" class="oc-remove" data-do="remove" aria-label="Remove {name}">{CROSS}</button>'
     earlier = (
         f'<button type="button" class="oc-remove oc-earlier" data-do="earlier" aria-label="Read {name} earlier"'
         ' title="Read earlier"><svg viewBox="0 0 20 20" aria-hidden="true"><path d="M10 16V4M5 9l5-5 5 5" fill="none"'

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from html import escape
 
 from app.library import Shelved
 from app.library.chats import Listed
+from app.ui.frame import CROSS
 from app.words import duration, plural, size
 
-FRAME = """
+FRAME = f"""
 <div class="oc-side-top">
   <button type="button" class="oc-quiet" data-do="fresh">New chat</button>
   <button type="button" class="oc-quiet oc-icon oc-side-close" data-do="side" aria-label="Close the panel">
-    <svg viewBox="0 0 20 20" aria-hidden="true"><path d="M5 5l10 10M15 5L5 15" stroke="currentColor"
-      stroke-width="1.6" stroke-linecap="round"/></svg>
+    {CROSS}
   </button>
 </div>
 <input type="search" class="oc-search" data-search placeholder="Search chats" aria-label="Search chats"
@@ -55,7 +55,7 @@ def _chat(entry: Listed, current: bool, running: bool) -> str:
 
 def library(
     entries: list[Shelved],
-    ready: Callable[[str], bool],
+    at_once: Set[str],
     bytes_of: Callable[[str], int],
     seconds_of: Callable[[int], float | None],
     held: int,
@@ -64,7 +64,7 @@ def library(
 ) -> str:
     """The list of documents that were read, and the disk that they take; `note` is what went wrong there last.
 
-    `ready` tells by its label whether a chat that begins with a document need not read it again; `bytes_of` what of it
+    `at_once` has labels of those that a chat which begins with them need not read again; `bytes_of` tells what of one
     is on disk, behind whatever and at whatever settings; `seconds_of` how long so many tokens take to be read.
     """
     told = f'<p class="oc-none" role="status">{escape(note)}</p>' if note else ""
@@ -75,7 +75,7 @@ def library(
             else "Documents that were asked about are listed here."
         )
         return f'<h2>Library</h2><p class="oc-none">{none}</p>{told}'
-    items = "".join(_document(entry, ready(entry.label), bytes_of(entry.label), seconds_of) for entry in entries)
+    items = "".join(_document(entry, entry.label in at_once, bytes_of(entry.label), seconds_of) for entry in entries)
     disk = ""
     if quota:
         share = min(100.0, 100 * held / quota)
@@ -107,8 +107,7 @@ def _document(entry: Shelved, ready: bool, held: int, seconds_of: Callable[[int]
         f' aria-label="{pin} {name} whatever the disk\'s quota" title="{pin} whatever the quota">{_PIN}</button>'
         f'<button type="button" class="oc-mini" data-do="forget" data-pinned="{pinned}"'
         f' aria-label="Remove {name} from the library" title="Remove">'
-        '<svg viewBox="0 0 20 20" aria-hidden="true"><path d="M5 5l10 10M15 5L5 15" stroke="currentColor"'
-        ' stroke-width="1.6" stroke-linecap="round"/></svg></button></li>'
+        f"{CROSS}</button></li>"
     )
 
 

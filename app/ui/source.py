@@ -7,6 +7,7 @@ from html import escape
 from app.documents import Document, is_code
 from app.evidence import Passage, Quote
 from app.places import parts_of
+from app.ui.frame import CROSS
 from app.ui.parts import fresh
 
 CODE = ' class="oc-code"'
@@ -67,6 +68,5 @@ def _dialog(title: str, pages: str, body: str) -> str:
         f' aria-label="Source: {escape(title)}">'
         f'<div class="oc-source-top"><h2 title="{escape(title)}">{escape(title)}</h2>{pages}'
         '<button type="button" class="oc-tool" popovertarget="oc-source" popovertargetaction="hide" aria-label="Close">'
-        '<svg viewBox="0 0 20 20" aria-hidden="true"><path d="M5 5l10 10M15 5L5 15" stroke="currentColor"'
-        f' stroke-width="1.6" stroke-linecap="round"/></svg></button></div>{body}</div>'
+        f"{CROSS}</button></div>{body}</div>"
     )

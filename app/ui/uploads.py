@@ -108,8 +108,9 @@ class Uploads:
 
     def _drop_abandoned(self) -> None:
         limit = time.monotonic() - ABANDONED_S
-        for upload_id in [key for key, upload in self._waiting.items() if upload.at < limit]:
-            self._waiting.pop(upload_id).delete()
+        for upload_id, upload in list(self._waiting.items()):  # threads take others meanwhile
+            if upload.at < limit and self._waiting.pop(upload_id, None) is not None:
+                upload.delete()
 
 
 async def _receive_folder(request: Request, folder: Path) -> None:

@@ -72,12 +72,11 @@ def _launch(
     scale: Tensor,
     bias: Tensor | None,
     add: bool,
-    config: dict[str, int] | None = None,
 ) -> None:
     (m, k), n = codes.shape, weight.shape[0]
     assert codes.stride(1) == 1 and weight.stride(1) == 1 and out.stride(1) == 1
     hopper = codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (9, 0)
-    config = dict(config or tiles(128 if m > 64 else 64, hopper))
+    config = tiles(128 if m > 64 else 64, hopper)
     grid = (triton.cdiv(m, config["M"]) * triton.cdiv(n, config["N"]),)
     _gemm[grid](
         codes,

@@ -162,7 +162,7 @@ def _quantize(
         found, step, middle = _quantized(x, share, WIDE)
         tl.store(scale_at + 2 * side, step)
         tl.store(scale_at + 2 * side + 1, middle)
-        to = code_at + side * tl.num_programs(1) * tokens * D
+        to = code_at + side * tl.num_programs(1).to(tl.int64) * tokens * D
         if WIDE:
             high = found >> 4
             tl.store(to - C, high.to(tl.uint8))

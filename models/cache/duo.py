@@ -161,10 +161,10 @@ class DuoCache:
         """An independent continuation from here; packed blocks are shared, whole ones only."""
         twin = DuoCache(self.pool)
         twin.length = self.length
-        twin._ids = self.blocks
-        self.pool.retain(twin._ids)
         twin._retrieval = tuple(heads.copy() for heads in self._retrieval)
         twin._streaming = self._streaming.copy()
+        twin._ids = self.blocks
+        self.pool.retain(twin._ids)  # last: where there is no memory for the copies nothing is held
         return twin
 
     @property

@@ -9,7 +9,7 @@ import torch
 from models.cache import history
 from models.cache.retrieval import TILE
 from models.cache.shape import CacheShape
-from models.config import ModelConfig
+from models.config import EMBEDDING, HEAD, ModelConfig
 from models.turn import narrow_turn
 from quant.w8a8 import dense_dtype, int8_head
 
@@ -90,7 +90,7 @@ def weights_bytes(config: ModelConfig, weights: str, device: torch.device, embed
         total += rounded  # the head's codes in its product's own order
     for name, shape in config.tensor_shapes().items():
         elements = shape[0] * shape[-1] if len(shape) == 2 else shape[0]
-        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in (EMBEDDING, HEAD):
             total += rounded if embedding == "int8" else elements * dense_dtype(device).itemsize
         elif len(shape) == 1:
             total += 4 * elements

@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 
 from app.config import Settings
+from app.conversation import Message
+from app.engine.types import SamplingParams
 from app.local import LocalService
 from app.model import OpenModel
+from app.ui import session as session_
 from app.ui.attachment import Attachment
 from app.ui.handlers import Handlers
-from app.ui.session import Loading, Session
+from app.ui.session import Loading, Session, Sessions
 from app.ui.uploads import Uploads
 from tests.app.test_drawing import PARTS, document
 from tests.fakes import END, FakeRunner, FakeTokenizer, result_of
@@ -29,7 +32,8 @@ class Desk:
 
     def __init__(self, service: LocalService, monkeypatch: pytest.MonkeyPatch) -> None:
         self.service = service
-        self.handlers = Handlers(service, Loading(), Uploads(1 << 20), PARTS)
+        self.runner: Any = service._need().model.runner
+        self.handlers = Handlers(Sessions(service), Loading(), Uploads(1 << 20), PARTS)
         self.looking, self.looked = threading.Event(), threading.Event()
         plan = service.plan
 
@@ -218,5 +222,63 @@ def test_what_is_told_as_lost_is_true_and_lapses(desk: Desk, tmp_path: Path) -> 
         assert two.lost == ""
         # The tab is forgotten, its conversation is not: nothing is lost.
         assert (await sessions.open(f"gone {one.conversation.chat.id} 1", owner, "three")).lost == ""
+
+    result_of(use())
+
+
+def test_what_moves_a_chat_waits_for_a_question_that_is_looked_at(desk: Desk, tmp_path: Path) -> None:
+    async def use() -> None:
+        session = await desk.tab()
+        await desk.asked(session, "First?")
+        chat = session.conversation.chat
+        first = next(iter(chat.tree))
+        await desk.asked(session, "Second?")
+        second = chat.head
+        put(desk, session, tmp_path, "short.txt")
+
+        async def press() -> None:
+            """All that stands at the first answer, while the third question is looked at."""
+            for what in ("again", "resume", "branch"):
+                event: Any = SimpleNamespace(_data={"do": what, "id": first})
+                pressed.append(asyncio.create_task(desk.handlers.acted(session, event, REQUEST)))
+            await asyncio.sleep(0)
+
+        pressed: list[Any] = []
+        await desk.meanwhile(session, "Third?", press)
+        await asyncio.gather(*pressed)
+        (third,) = (turn for turn in chat.tree.values() if turn.question == "Third?")
+        assert third.parent == second
+        assert [turn.question for turn in chat.tree.values()] == ["First?", "Second?", "Third?"]
+
+    result_of(use())
+
+
+def test_an_answer_that_nobody_watches_gives_way_to_whoever_waits(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also to what no page shows: an API request, a self-test, a change of settings."""
+    monkeypatch.setattr(session_, "UNWATCHED_S", 0.0)
+    monkeypatch.setattr(session_, "ATTEND_S", 0.01)
+    going = threading.Event()
+    desk.runner.answer = lambda prompt: "on and on " * 500
+    desk.runner.hook = lambda step, slot: going.wait(0.01) if step == "decode" else None
+
+    async def use() -> None:
+        attending = asyncio.create_task(desk.handlers.sessions.attend())
+        session = await desk.tab()
+        desk.looked.set()
+        await desk.ask(session, "What?")
+        answer = session.conversation.running
+        assert answer is not None
+        while answer.phase != "answering":
+            await asyncio.sleep(0.01)
+        waits = desk.service.converse([Message("user", "And mine?")], SamplingParams(max_new_tokens=1))
+        await asyncio.sleep(0.1)
+        assert not answer.stopping  # a page shows it
+        desk.handlers.sessions.leave("page")
+        await asyncio.to_thread(answer.finished.wait, 20)
+        turn = session.conversation.chat.tree[answer.turn_id]
+        assert (turn.finish_reason, turn.answered) == ("cancelled", True)
+        going.set()
+        await asyncio.to_thread(list, waits)
+        attending.cancel()
 
     result_of(use())

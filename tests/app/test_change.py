@@ -14,7 +14,7 @@ from app.config import Settings
 from app.documents import read_safely
 from app.engine.generation import Generation
 from app.engine.types import Done, SamplingParams
-from app.errors import NotReady, UsageError
+from app.errors import Cancelled, NotReady, UsageError
 from app.local import LocalService
 from app.model import LoadProgress, OpenModel
 from app.service import Chat
@@ -53,9 +53,6 @@ class Shop:
             )
         )
         return OpenModel("fake", self.runners[-1], FakeTokenizer(), frozenset({END}), lambda context: 0)
-
-    def _wait(self) -> None:
-        assert self.gate.wait(WAIT)
 
 
 @pytest.fixture
@@ -112,6 +109,32 @@ def test_a_model_that_is_lost_is_told(service: LocalService, shop: Shop) -> None
     assert not service.ready
     with pytest.raises(UsageError, match="No room"):
         service.ask(service.new_chat(), "And now?")
+
+
+def test_closing_ends_a_change_of_settings(service: LocalService, shop: Shop) -> None:
+    reached, closing = threading.Event(), service._closed
+
+    def opening(settings: Settings) -> bool:
+        reached.set()
+        assert closing.wait(WAIT)
+        return False
+
+    shop.refuse = opening
+    ended: list[BaseException] = []
+
+    def change() -> None:
+        try:
+            service.change({"kv": "bf16"})
+        except BaseException as error:
+            ended.append(error)
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    assert reached.wait(WAIT)
+    service.close()
+    changing.join(WAIT)
+    assert isinstance(ended[0], Cancelled)
+    assert [one.kv for one in shop.opened] == ["kv4", "bf16"]  # and not once more for the settings before
 
 
 @pytest.mark.parametrize(

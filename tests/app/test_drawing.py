@@ -15,6 +15,7 @@ from app.config import Settings
 from app.errors import UsageError
 from app.local import LocalService
 from app.model import OpenModel
+from app.ui import shelf
 from app.ui.attachment import Attachment
 from app.ui.conversation import Conversation
 from app.ui.drawing import Drawing, Seen
@@ -30,7 +31,7 @@ class Tab:
 
     def __init__(self, service: LocalService, page: str = "page") -> None:
         sessions = Sessions(service)
-        self.drawing = Drawing(service, Loading(), PARTS, sessions)
+        self.drawing = Drawing(Loading(), PARTS, sessions)
         owner = service.library.owner("a secret")
         self.session = Session(owner, page, Conversation(service, owner))
         self.seen = Seen()
@@ -100,10 +101,10 @@ def test_counting_tokens_holds_up_nothing(
     counted, counts = threading.Event(), LocalService.count_tokens
     under_way: list[str] = []
 
-    def slow(service: LocalService, source: Any, **more: Any) -> int:
+    def slow(service: LocalService, source: Any, *more: Any) -> int:
         under_way.append(source.document.name)
         assert counted.wait(10)
-        return counts(service, source, **more)
+        return counts(service, source, *more)
 
     monkeypatch.setattr(LocalService, "count_tokens", slow)
     one, two = Tab(service, "one"), Tab(service, "two")
@@ -169,7 +170,9 @@ def test_tokens_of_a_document_that_is_gone_are_not_counted_on(service: LocalServ
     conversation.shelf = [attachment]
     asked: list[bool] = []
 
-    def count(source: Any, cancelled: Any) -> int:
+    def count(source: Any, progress: Any, cancelled: Any) -> int:
+        progress(0.42)
+        assert "counting tokens, 42%" in shelf.cards(conversation.shelf)
         asked.append(cancelled())
         conversation.take_off(attachment.id)
         asked.append(cancelled())

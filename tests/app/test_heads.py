@@ -13,6 +13,7 @@ import torch
 from app.__main__ import main
 from app.config import Settings
 from app.embedded import embedded_model_path
+from app.engine.sizing import resolve_shape
 from app.evaluation.selftest import Seen
 from app.head_costs import Heads, ratio_cost
 from app.model import choose_pattern, find_model, plan_context
@@ -21,7 +22,6 @@ from app.ui.heads_map import heads_map
 from app.ui.selftest import depth_chart
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
-from models.cache.shape import CacheShape
 from models.checkpoint import open_checkpoint
 
 CPU = torch.device("cpu")
@@ -64,8 +64,8 @@ def test_costs_are_those_of_the_cache() -> None:
     pattern, _ = choose_pattern(find_model(settings), settings)
     assert pattern is not None
     half, full = (ratio_cost(config, pattern, settings, ratio, 4096, CPU) for ratio in (0.5, 1.0))
-    mask = pattern.retrieval_mask(0.5)
-    shape = CacheShape.for_model(config, mask, "kv4", pattern.sink, pattern.recent, CPU)
+    shape = resolve_shape(config, pattern, settings, CPU)[1]
+    assert sum(shape.wide_heads) == 11  # as the pattern asks for
     cache = DuoCache(BlockPool(shape, 80, CPU))
     cache.reserve(4096)
     real = cache.retrieval_bytes + cache.streaming_bytes
@@ -108,7 +108,7 @@ def test_other_settings_cost_what_the_plan_says() -> None:
         assert rows(**more)[total][1].endswith("%)") and "+" in rows(**more)[total][1]
         assert rows(**more)[token] == same[token]
     assert rows(retrieval_ratio=0.2)["Heads that keep everything"] == ("45", "18")
-    assert "(-60 %)" in rows(retrieval_ratio=0.2)[token][1]
+    assert "(-61 %)" in rows(retrieval_ratio=0.2)[token][1]
 
 
 def test_the_page_previews_before_settings_are_used() -> None:

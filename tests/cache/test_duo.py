@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from models.cache import retrieval
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
+from models.cache.retrieval import RetrievalHeads
 from models.cache.shape import CacheShape
+from models.cache.streaming import StreamingHeads
 from models.errors import PoolExhausted
 from tests.cache import dense
 
@@ -216,3 +218,21 @@ def test_recent_window_is_kept_bit_for_bit():
         slot = position if position < 3 else 3 + (position - 3) % 50
         assert torch.equal(cache._streaming.keys[0, slot], k[0, position, 0].half())
         assert torch.equal(cache._streaming.values[0, slot], v[0, position, 0].half())
+
+
+def test_a_fork_that_finds_no_memory_holds_nothing(monkeypatch):
+    shape = _shape(bits=4, exact=torch.float16)
+    pool = _pool(shape)
+    cache = DuoCache(pool)
+    _feed(cache, _tokens(shape, 600), 0, [600])
+
+    def full(heads):
+        raise torch.OutOfMemoryError
+
+    for part in (StreamingHeads, RetrievalHeads):
+        with monkeypatch.context() as patch:
+            patch.setattr(part, "copy", full)
+            with pytest.raises(torch.OutOfMemoryError):
+                cache.fork()
+    cache.release()
+    assert pool.free == pool.blocks

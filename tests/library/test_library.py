@@ -325,3 +325,21 @@ def test_branches(document: Document) -> None:
     assert fork.id != chat.id and len(fork.path(fork.head)) == 3
     assert len(chat.tree) == 4
     assert chat.has(Selection.whole(document))
+
+
+def test_a_store_holds_no_ids_in_memory_and_nothing_of_a_deleted_chat(tmp_path: Path, document: Document) -> None:
+    library = Library(tmp_path / "library")
+    store, chat = library.owner("a").chats, _chat(document)
+    chat.add(Turn("Long?", (), tuple(range(100_000)), (1,), "Yes.", "stop"))
+    library.owner("a").save_chat(chat)
+    size = (store.folder / f"{chat.id}.ids").stat().st_size
+    assert store.find("heron")
+    assert list(store.paths([range(500)]))
+    opened = library.owner("a").open_chat(chat.id)
+    assert opened is not None and len(opened.path(opened.head)[-1].prompt_ids) == 100_000
+    library.owner("a").save_chat(opened)
+    assert (store.folder / f"{chat.id}.ids").stat().st_size == size  # nothing was written a second time
+    held = sum(len(key) for places in store._places.values() for key in places)
+    assert held < 1000
+    store.delete(chat.id)
+    assert not store._known and not store._places

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from app.ui.changes import Page
+from app.ui.page import Page
 
 
 def test_a_change_is_sent_whole_and_a_text_by_what_it_adds() -> None:
