@@ -22,6 +22,8 @@ from app.evidence import Passage, Quote
 # line and 6 with a plain rule instead; with unquantised weights and cache it does no better.
 _INSTRUCTION = "Answer from the {} above.\n\n"
 
+CUT = ("cancelled", "length", "loop", "interrupted")  # reasons of answers that can be continued
+
 T = TypeVar("T")
 
 

@@ -8,11 +8,12 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from app.api.errors import ApiError, body_of
 from app.engine.generation import Generation
@@ -20,6 +21,7 @@ from app.engine.types import Done, Event, Failed, FinishReason, Progress, Queued
 
 KEEP_ALIVE_S = 5.0  # proxies and clients give up on a silent connection, often after 30 s
 _LOOK_S = 0.25  # how soon a client that has gone is noticed
+STALLED_S = 60.0  # a client that takes nothing for so long is taken for one that has gone
 
 # A loop is an answer cut short, which is what clients take "length" for.
 _REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length", "loop": "length"}
@@ -97,15 +99,23 @@ def text_shape(model: str) -> Shape:
 
 
 class _Stream(StreamingResponse):
-    """Ends its answer however the sending ends, also before its first line: the client may have gone by then."""
+    """Ends its answer however the sending ends, also before its first line: the client may have gone by then.
+
+    One that is still there and takes nothing would have the engine write for it alone, in endless mode for ever.
+    """
 
     def __init__(self, events: Events, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(STALLED_S):
+                await send(message)
+
         try:
-            await super().__call__(scope, receive, send)
+            with suppress(TimeoutError, ClientDisconnect):  # whichever the one becomes on its way out
+                await super().__call__(scope, receive, send_in_time)
         finally:
             self._events.cancel()
 

@@ -283,7 +283,7 @@ def _turn(entry: dict[str, Any], documents: dict[str, Document | None], ids: byt
         stored(entry["ids"]),
         entry["answer"],
         "interrupted" if interrupted else entry["finish_reason"],
-        entry["answered"],
+        entry["answered"] or (interrupted and bool(entry["answer"])),
         entry["error"],
         entry["parent"],
         entry["id"],

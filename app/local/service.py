@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from app.chat import Chat, Selection, Turn, ids_of, new_sources, selection_of
+from app.chat import CUT, Chat, Selection, Turn, ids_of, new_sources, selection_of
 from app.config import Settings
 from app.conversation import AnswerMemory, Message, exchanges
 from app.documents import Document
@@ -225,7 +225,7 @@ class LocalService(ChatService):
         with chat.asking:
             chat.settle()
             turns = [t for t in chat.path(turn_id) if t.answered]
-            if not turns or turns[-1].id != turn_id or turns[-1].finish_reason not in ("cancelled", "length", "loop"):
+            if not turns or turns[-1].id != turn_id or turns[-1].finish_reason not in CUT:
                 raise UsageError("Only an answer that was stopped or cut can be continued.")
             loaded.ids.revive(chat, turns)
             turns = [chat.tree[t.id] for t in turns]

@@ -17,6 +17,8 @@ from app.ui.pieces import Pieces
 
 log = logging.getLogger("octavo.ui")
 
+KEEP_S = 5.0  # a growing answer is written to disk this often: a program that is killed loses no more of it
+
 Phase = Literal["starting", "loading", "queued", "opening", "reading", "answering", "done"]
 
 
@@ -85,9 +87,20 @@ class Answer:
         """Whether it was asked to stop."""
         return self._stop.is_set()
 
-    def start(self, service: ChatService, chat: Chat, after: Answer | None, ended: Callable[[Answer], None]) -> None:
-        """Begin in the background, once `after` has ended and the model is there; `ended` is called last."""
-        threading.Thread(target=self._run, args=(service, chat, after, ended), name="answer", daemon=True).start()
+    def start(
+        self,
+        service: ChatService,
+        chat: Chat,
+        after: Answer | None,
+        keep: Callable[[], None],
+        ended: Callable[[Answer], None],
+    ) -> None:
+        """Begin in the background, once `after` has ended and the model is there.
+
+        `keep` is called now and then, when the chat has the words that came so far; `ended` is called last.
+        """
+        run = (service, chat, after, keep, ended)
+        threading.Thread(target=self._run, args=run, name="answer", daemon=True).start()
 
     def stop(self) -> None:
         """Stop at the next chunk or token; does nothing when it has ended."""
@@ -99,7 +112,14 @@ class Answer:
             if self._generation is not None:
                 self._generation.cancel()
 
-    def _run(self, service: ChatService, chat: Chat, after: Answer | None, ended: Callable[[Answer], None]) -> None:
+    def _run(
+        self,
+        service: ChatService,
+        chat: Chat,
+        after: Answer | None,
+        keep: Callable[[], None],
+        ended: Callable[[Answer], None],
+    ) -> None:
         try:
             if after is not None:
                 after.finished.wait()
@@ -121,8 +141,14 @@ class Answer:
                 self._generation = generation
                 if self._stop.is_set():
                     generation.cancel()
+            kept_at = time.monotonic()
             for event in generation:
                 self._take(event)
+                if isinstance(event, Token) and time.monotonic() - kept_at >= KEEP_S:
+                    # Without ids: those of a turn that was cut off are made anew from its words.
+                    chat.update(self.turn_id, answer=self.text, answer_ids=(), model=self._model)
+                    keep()
+                    kept_at = time.monotonic()
         except Exception as error:
             self.error = error
         finally:

@@ -282,7 +282,7 @@ class Conversation:
         previous = self.running
         self._answers = [a for a in self._answers if not a.finished.is_set()] + [answer]
         self.save()
-        answer.start(self.service, self.chat, previous, self._ended)
+        answer.start(self.service, self.chat, previous, self.save, self._ended)
         self.changed()
         return answer
 

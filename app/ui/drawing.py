@@ -205,15 +205,14 @@ class Drawing:
 
     def plan_view(self, conversation: Conversation, plan: PlanView) -> str:
         """A plan, with pages that should fit where it does not."""
-        suggestion = conversation.suggest(plan)
-        return strip.plan(plan, suggestion[1:] if suggestion is not None else None)
+        return strip.plan(plan, conversation.suggest(plan))
 
     def error(self, error: BaseException) -> str:
         """What went wrong; the log has all of what is not a person's to mend."""
         if isinstance(error, NotReady):
             return self._loading()
-        if describe(error)[1] >= 500:
-            log.error("The page met an error", exc_info=error)
+        if describe(error)[1] >= 500:  # of a disk that is full or read-only a line says all
+            log.error("The page met an error: %s", error, exc_info=None if isinstance(error, OSError) else error)
         return strip.error(error)
 
     def _running(self, answer: Answer) -> str:

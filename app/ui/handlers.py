@@ -174,8 +174,7 @@ class Handlers:
                 session.editing = wanted
                 return {parts.question: gr.Textbox(value=conversation.chat.tree[wanted].question)}
             case "unedit":
-                session.editing = None
-                return {parts.question: gr.Textbox(value="")}
+                session.editing = None  # the script puts back what stood in the box before
             case "again" | "resume":
                 await asyncio.to_thread(conversation.ask_again if what == "again" else conversation.resume, wanted)
         return {}
@@ -203,11 +202,7 @@ class Handlers:
                 owner.chats.rename(wanted, value)
                 self.sessions.rename(owner, wanted)
             case "delete":
-                chat = self.sessions.forget(owner, wanted) or owner.open_chat(wanted)
-                if chat is None:  # damaged: nothing else is known of it
-                    owner.chats.delete(wanted)
-                else:
-                    self.service.delete_chat(owner, chat)
+                self.sessions.forget(owner, wanted)
             case "pin":
                 owner.pin(wanted, value == "true")
             case "forget":

@@ -7,7 +7,7 @@ from functools import lru_cache
 from html import escape
 from typing import Any
 
-from app.chat import Selection, Turn
+from app.chat import CUT, Selection, Turn
 from app.documents import Document, is_code
 from app.evidence import Passage
 from app.places import parts_of, told
@@ -19,6 +19,11 @@ from app.ui.pieces import Pieces
 from app.words import plural
 
 _LOOP = "Stopped here: it began to repeat itself. Balanced, or a repetition penalty of 1.1, may help: see Settings."
+
+_INTERRUPTED = {
+    True: "Interrupted: the program ended here. Continue goes on from the last words that were saved.",
+    False: "Interrupted: the program ended here. What was read is kept; ask again to go on.",
+}
 
 
 def messages(conversation: Conversation, first: int) -> list[Any]:
@@ -64,7 +69,7 @@ def turns(conversation: Conversation, first: int) -> str:
                     {"text": q.text, "found": bool(q.name), "place": told(q, read.get(q.document or ""))}
                     for q in turn.quotes
                 ],
-                "resume": turn.answered and turn.finish_reason in ("cancelled", "length", "loop"),
+                "resume": turn.answered and turn.finish_reason in CUT,
             }
         )
     return f'<div data-turns="{escape(json.dumps(facts))}" data-first="{first}" data-chat="{chat.id}"></div>'
@@ -130,6 +135,6 @@ def _note(turn: Turn) -> tuple[str, str] | None:
         "cancelled": ("oc-note", "Stopped."),
         "length": ("oc-note", "Cut here: the answer reached the limit of tokens."),
         "loop": ("oc-note", _LOOP),
-        "interrupted": ("oc-note", "Interrupted: the program ended here. What was read is kept; try again to go on."),
+        "interrupted": ("oc-note", _INTERRUPTED[bool(turn.answer)]),
         "failed": ("oc-failed", "No answer."),
     }.get(turn.finish_reason)

@@ -31,16 +31,23 @@ PRESETS = (
 )
 _OF_PRESET = ("temperature", "top_p", "top_k", "min_p")
 
-# Name in SamplingParams, label, step, what it does.
+# Name in SamplingParams, label, step, largest, what it does.
 _NUMBERS = (
-    ("temperature", "Temperature", "0.05", "0 takes the likeliest word; higher numbers vary more."),
-    ("top_p", "Top-p", "0.01", "Chooses among the likeliest words that reach this share together; 1 is off."),
-    ("top_k", "Top-k", "1", "Chooses among this many of the likeliest words; 0 is off."),
-    ("min_p", "Min-p", "0.01", "Leaves out words less likely than this share of the likeliest; 0 is off."),
-    ("repetition_penalty", "Repetition penalty", "0.05", "Above 1, words that the answer has used become less likely."),
-    ("seed", "Seed", "1", "The same number gives the same answer; empty is another each time."),
-    ("max_new_tokens", "Longest answer", "1", "In tokens; empty is as long as the context allows."),
+    ("temperature", "Temperature", "0.05", "100", "0 takes the likeliest word; higher numbers vary more."),
+    ("top_p", "Top-p", "0.01", "1", "Chooses among the likeliest words that reach this share together; 1 is off."),
+    ("top_k", "Top-k", "1", "", "Chooses among this many of the likeliest words; 0 is off."),
+    ("min_p", "Min-p", "0.01", "1", "Leaves out words less likely than this share of the likeliest; 0 is off."),
+    (
+        "repetition_penalty",
+        "Repetition penalty",
+        "0.05",
+        "100",
+        "Above 1, words that the answer has used become less likely.",
+    ),
+    ("seed", "Seed", "1", "", "The same number gives the same answer; empty is another each time."),
+    ("max_new_tokens", "Longest answer", "1", "", "In tokens; empty is as long as the context allows."),
 )
+_LEAST = {"repetition_penalty": "0.05", "max_new_tokens": "1"}  # of the others 0
 _WHOLE = ("top_k", "seed", "max_new_tokens")
 
 
@@ -82,12 +89,12 @@ def _preset(preset: Preset, sampling: SamplingParams) -> str:
     )
 
 
-def _number(sampling: SamplingParams, name: str, label: str, step: str, what: str) -> str:
+def _number(sampling: SamplingParams, name: str, label: str, step: str, most: str, what: str) -> str:
     value = getattr(sampling, name)
     shown = "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
     return (
         f'<label class="oc-option oc-number"><span>{label}</span><input name="{name}" type="number" step="{step}"'
-        f' min="0" value="{shown}"><small>{what}</small></label>'
+        f' min="{_LEAST.get(name, "0")}" max="{most}" value="{shown}"><small>{what}</small></label>'
     )
 
 
@@ -99,9 +106,9 @@ def take(chat: Chat, text: str) -> None:
         values = None
     if not isinstance(values, dict):
         raise UsageError("The settings did not arrive whole. Open them again.")
-    numbers = {name: _parsed(name, label, values.get(name, "")) for name, label, _, _ in _NUMBERS}
+    numbers = {name: _parsed(name, label, values.get(name, "")) for name, label, *_ in _NUMBERS}
     sampling = replace(SamplingParams(), **{name: number for name, number in numbers.items() if number is not None})
-    check_numbers(sampling, {name: label for name, label, _, _ in _NUMBERS}.__getitem__)
+    check_numbers(sampling, {name: label for name, label, *_ in _NUMBERS}.__getitem__)
     chat.sampling = sampling
     if not chat.tree and "system" in values:
         chat.system = without_halves(str(values["system"])).strip() or None

@@ -194,19 +194,31 @@ const actions = {
   },
   rename: (button) => rename(button.closest(".oc-item")),
   export: (button) => save(button.closest(".oc-item"), button.dataset.kind),
-  delete: (button) => confirm("Delete this chat?") && act("delete", idOf(button)),
+  delete: (button) => confirm(`Delete the chat “${titleOf(button)}”?`) && act("delete", idOf(button)),
   pin: (button) => act("pin", idOf(button), button.dataset.pinned === "true" ? "false" : "true"),
   forget: (button) => {
-    const name = button.closest(".oc-item").querySelector(".oc-open span").textContent;
     const kept = button.dataset.pinned === "true" ? " You asked to keep it whatever the quota." : "";
-    if (confirm(`Remove ${name} from the library?${kept}`)) act("forget", idOf(button));
+    if (confirm(`Remove ${titleOf(button)} from the library?${kept}`)) act("forget", idOf(button));
   },
-  unedit: () => act("unedit"),
+  unedit: () => {
+    act("unedit");
+    write(unsent);
+  },
   turn: (button) => {
+    if (button.dataset.act === "edit") {
+      if (!edit) unsent = box().value;
+      edit ||= "begun";
+      box().focus();
+    }
     act(button.dataset.act, button.dataset.turn);
-    if (button.dataset.act === "edit") box()?.focus();
   },
 };
+let unsent = ""; // what stood in the question box before a question was edited there
+let edit = ""; // "begun", then "shown" until it ends
+function watchEdit() {
+  if (find("[data-do=unedit]")) edit = "shown";
+  else if (edit === "shown") edit = "";
+}
 
 actions.options = () => act("options");
 actions.preset = (button) => {
@@ -229,6 +241,7 @@ function act(what, id = "", value = "") {
   trigger("acted", { do: what, id, value });
 }
 
+const titleOf = (part) => part.closest(".oc-item").querySelector(".oc-open span").textContent;
 const idOf = (part) => part.closest("[data-id]").dataset.id;
 
 // ---- the panel with chats and library: beside the conversation where there is room, else over it
@@ -275,7 +288,7 @@ async function save(item, kind) {
   }
   const link = document.createElement("a");
   link.href = URL.createObjectURL(await answer.blob());
-  const title = item.querySelector(".oc-open span").textContent.replace(/[^\p{L}\p{N} .-]+/gu, " ").trim();
+  const title = titleOf(item).replace(/[^\p{L}\p{N} .-]+/gu, " ").replace(/[ .]+$/, "").trim();
   link.download = `${title || "chat"}.${kind}`;
   link.click();
   URL.revokeObjectURL(link.href);
@@ -344,8 +357,14 @@ addEventListener(
       if (read && !find(":popover-open:not(#oc-source)")) return read.hidePopover();
       const heads = find("#oc-heads > .label-wrap.open");
       if (heads && !find(":popover-open")) return heads.click();
-      // A panel that is open, or a title that is edited, takes the key for itself.
-      if (find(":popover-open") || event.target.matches?.(".oc-item input")) return;
+      const menu = find(".oc-more[open]");
+      if (menu) {
+        menu.open = false;
+        return menu.querySelector("summary").focus();
+      }
+      // A panel that is open, or a field that is typed in, takes the key for itself.
+      const field = event.target.matches?.("input, textarea, select") && event.target !== box();
+      if (field || find(":popover-open")) return;
       if (document.body.dataset.side === "over") side(false);
       else (answering() || find("[data-do=unedit]"))?.click();
     }

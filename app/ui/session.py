@@ -10,7 +10,6 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from app.chat import Chat
 from app.library import Owner
 from app.service import ChatService
 from app.ui.conversation import Conversation
@@ -72,6 +71,11 @@ class Session:
         """What the tab keeps, to be found again: its secret, its chat, and how many documents wait there."""
         waiting = sum(not item.error for item in self.conversation.shelf)
         return f"{self.token} {self.conversation.chat.id} {waiting}"
+
+    @property
+    def busy(self) -> bool:
+        """Whether its conversation holds what is nowhere else: an answer that is written, or what no disk took."""
+        return self.conversation.running is not None or bool(self.conversation.unsaved)
 
     @property
     def lost(self) -> str:
@@ -194,20 +198,32 @@ class Sessions:
             if session.owner is owner and session.conversation.chat.id == chat_id:
                 session.conversation.chat.title = titles.get(chat_id, session.conversation.chat.title)
 
-    def forget(self, owner: Owner, chat_id: str) -> Chat | None:
-        """A chat is to be deleted: stop it, and have the tabs that show it begin a new one; gives it, if it is open."""
-        chat = None
-        self.changed(owner)
+    def forget(self, owner: Owner, chat_id: str) -> None:
+        """Stop a chat and delete it; the tabs that show it begin a new one.
+
+        Where the disk does not let go of it (OSError), it is there as before, but for an answer that was stopped.
+        """
         # Pages first: what waits on the shelf was no part of the chat, and goes on waiting where somebody sees it.
-        for session in sorted(self._sessions.values(), key=lambda session: session.page is None):
-            old = session.conversation
-            if session.owner is owner and old.chat.id == chat_id:
-                chat, old.deleted = old.chat, True
-                old.stop()
-                session.draft = Conversation(self.service, owner)
-                session.draft.take_over(old)
-                session.show(session.draft)
-        return chat
+        own = [session for session in list(self._sessions.values()) if session.owner is owner]
+        showing = sorted((s for s in own if s.conversation.chat.id == chat_id), key=lambda s: s.page is None)
+        for session in showing:
+            session.conversation.deleted = True
+            session.conversation.stop()
+        chat = showing[0].conversation.chat if showing else None
+        try:
+            if (chat := chat or owner.open_chat(chat_id)) is not None:
+                self.service.delete_chat(owner, chat)
+            else:  # damaged: nothing else is known of it
+                owner.chats.delete(chat_id)
+        except OSError:
+            for session in showing:
+                session.conversation.deleted = False
+            raise
+        self.changed(owner)
+        for session in showing:
+            old, session.draft = session.conversation, Conversation(self.service, owner)
+            session.draft.take_over(old)
+            session.show(session.draft)
 
     def leave(self, page: str) -> None:
         """The page is closed or reloaded; its answer goes on."""
@@ -215,15 +231,21 @@ class Sessions:
         for session in list(self._sessions.values()):
             if session.page == page:
                 session.page, session.left_at = None, now
-            elif session.page is None and now - session.left_at > REMEMBER_S and session.conversation.running is None:
+            elif session.page is None and now - session.left_at > REMEMBER_S and not session.busy:
                 self._sessions.pop(session.token, None)
 
     async def attend(self) -> None:
-        """For as long as the page is served: see to it that whoever waits, on a page or not, need not wait for ever."""
+        """For as long as the page is served: see to it that whoever waits, on a page or not, need not wait for ever,
+        and that what a full disk did not take is written when there is room."""
         while True:
             await asyncio.sleep(ATTEND_S)
             if self.service.waiting:
                 self._give_way()
+            for session in list(self._sessions.values()):
+                if (conversation := session.conversation).unsaved and conversation.running is None:
+                    await asyncio.to_thread(conversation.save)
+                    if not conversation.unsaved:
+                        self.changed(session.owner)
 
     def _give_way(self) -> None:
         """Stop an answer that no page has shown for a while. What it has read stays read."""
@@ -244,7 +266,7 @@ class Sessions:
         old, now = session.conversation, time.monotonic()
         session.show(conversation)
         holder = next((other for other in list(self._sessions.values()) if other.conversation is old), None)
-        if holder is None and (old.running is not None or old.asking.locked() or old.shelf):
+        if holder is None and (old.running is not None or old.asking.locked() or old.shelf or old.unsaved):
             holder = Session(session.owner, "", old)
             holder.page = None
             self._sessions[holder.token] = holder

@@ -80,7 +80,7 @@ def library(
     if quota:
         share = min(100.0, 100 * held / quota)
         disk = (
-            f'<div class="oc-disk"><span>{size(held)} of {size(quota)} on disk</span>'
+            f'<div class="oc-disk"><span>{size(held)} of {size(quota)} on disk, of all browsers</span>'
             f'<div class="oc-meter"><i style="width:{share:.1f}%"></i></div></div>'
         )
     return f'<h2>Library</h2><ul class="oc-list">{items}</ul>{disk}{told}'

@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from app.errors import describe
+from app.places import parts_of
 from app.service import PlanView
 from app.ui.answer import Answer
 from app.ui.attachment import Attachment
@@ -75,13 +76,14 @@ def counting() -> str:
     return strip("wait", "Counting tokens", share=-1)
 
 
-def plan(view: PlanView, suggestion: tuple[int, int] | None) -> str:
+def plan(view: PlanView, suggestion: tuple[Attachment, int, int] | None) -> str:
     """The plan before anything runs; `suggestion` is a page range that fits when the whole does not."""
     if not view.fits:
         action = ""
         if suggestion is not None:
-            first, last = suggestion
-            action = f'<button type="button" class="oc-quiet" data-do="suggest">Read pages {first} to {last}</button>'
+            attachment, first, last = suggestion
+            what = f"{parts_of(attachment.source.document)}s {first} to {last} of {escape(attachment.name)}"
+            action = f'<button type="button" class="oc-quiet" data-do="suggest">Read {what}</button>'
         return strip("toolong", escape(view.message), action=action)
     seconds = view.seconds_estimate
     time = f"about {duration(seconds)} to read" if seconds is not None else ""

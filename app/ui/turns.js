@@ -185,6 +185,7 @@ function openFresh() {
   const dialog = find("[popover][data-fresh]");
   if (!dialog) return;
   delete dialog.dataset.fresh;
+  dialog.querySelector("form")?.reset(); // to what is in force, whatever was typed there and refused or given up
   dialog.showPopover();
   const mark = dialog.querySelector("mark");
   if (!mark) return;
@@ -369,6 +370,7 @@ new MutationObserver(() => {
     openFresh();
     beside();
     watchOn();
+    watchEdit();
     tell();
     if (!answering()) waiting.remove();
   }, 0);

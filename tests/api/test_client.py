@@ -15,6 +15,7 @@ import httpx
 import openai
 import pytest
 
+from tests.api.conftest import Start
 from tests.api.server import serving
 
 TEXT = "The harbour office wrote down every ship. " * 24 + "\nRemember: the code word is HERON.\n"
@@ -189,6 +190,25 @@ def test_a_client_that_goes_away_ends_its_answer(url: str, stream: bool) -> None
         time.sleep(0.05)
     assert metric(url, 'octavo_requests_total{end="cancelled"}') == cancelled + 1
     assert metric(url, "octavo_completion_tokens_total") - written < 400
+
+
+def test_a_client_that_takes_nothing_holds_the_engine_no_longer_than_it_may(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.api.stream.STALLED_S", 0.5)
+    url = start(answer=lambda prompt: "x" * 100_000, capacity=None)
+    address = urlsplit(url)
+    with socket.socket() as stalled:
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        stalled.connect((address.hostname, address.port))
+        data = json.dumps({"model": MODEL, "prompt": "Write", "max_tokens": 10**9, "stream": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
+        stalled.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        while not metric(url, "octavo_busy"):
+            time.sleep(0.01)
+        body = {"model": MODEL, "prompt": "A short one", "max_tokens": 3}
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["usage"]["completion_tokens"] == 3
+    assert metric(url, 'octavo_requests_total{end="cancelled"}') == 1
 
 
 def test_metrics_and_health(url: str, client: openai.OpenAI) -> None:

@@ -282,3 +282,85 @@ def test_an_answer_that_nobody_watches_gives_way_to_whoever_waits(desk: Desk, mo
         attending.cancel()
 
     result_of(use())
+
+
+def test_words_that_were_written_outlive_a_killed_program(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.ui.answer.KEEP_S", 0.0)
+    desk.runner.answer = lambda prompt: "Once upon a time"
+    going = threading.Event()
+    desk.runner.hook = lambda step, slot: going.wait(10) if step == "decode" and slot.script[0] == ord("m") else None
+
+    async def use() -> None:
+        session = await desk.tab()
+        desk.looked.set()
+        await desk.ask(session, "What?")
+        answer = session.conversation.running
+        assert answer is not None
+        while answer.text != "Once upon a ti":
+            await asyncio.sleep(0.01)
+        while True:  # as the disk has it, were the program killed now
+            saved = session.owner.open_chat(session.conversation.chat.id)
+            assert saved is not None
+            (turn,) = saved.path(saved.head)
+            if turn.answer == "Once upon a ti":
+                break
+            await asyncio.sleep(0.01)
+        assert (turn.finish_reason, turn.answered, turn.answer_ids) == ("interrupted", True, ())
+        going.set()
+        await asyncio.to_thread(answer.finished.wait, 10)
+        whole = session.owner.open_chat(saved.id)
+        assert whole is not None and whole.path(whole.head)[0].answer == "Once upon a time"
+        desk.runner.answer = lambda prompt: "me there was"
+        events = await asyncio.to_thread(list, desk.service.resume(saved, turn.id))
+        assert events[-1].text == "me there was"
+        assert saved.path(saved.head)[0].answer == "Once upon a time there was"
+
+    result_of(use())
+
+
+def _no_room(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_chat_that_the_disk_did_not_take_is_written_when_there_is_room(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_, "ATTEND_S", 0.01)
+    monkeypatch.setattr(session_, "REMEMBER_S", -1.0)
+
+    async def use() -> None:
+        session = await desk.tab()
+        with monkeypatch.context() as full:
+            full.setattr(type(session.owner), "save_chat", _no_room)
+            await desk.asked(session, "First?")
+            assert "No space" in session.conversation.unsaved
+            desk.handlers.sessions.clear(session)
+            desk.handlers.sessions.leave("nobody's")  # whoever is gone is forgotten after a while
+            assert not session.owner.chats.find()
+        attending = asyncio.create_task(desk.handlers.sessions.attend())
+        async with asyncio.timeout(20):
+            while not session.owner.chats.find():
+                await asyncio.sleep(0.01)
+        attending.cancel()
+        assert [listed.title for listed in session.owner.chats.find()] == ["First?"]
+
+    result_of(use())
+
+
+def test_a_chat_that_the_disk_keeps_is_there_as_before(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use() -> None:
+        session = await desk.tab()
+        await desk.asked(session, "First?")
+        chat = session.conversation.chat
+        event: Any = SimpleNamespace(_data={"do": "delete", "id": chat.id})
+        with monkeypatch.context() as readonly:
+            readonly.setattr(type(session.owner.chats), "delete", _no_room)
+            await desk.handlers.acted(session, event, REQUEST)
+            assert session.conversation.chat is chat and not session.conversation.deleted
+            assert "The disk is full" in desk.handlers.draw.plan_strip(session)
+        await desk.asked(session, "Second?")
+        assert len(chat.path(chat.head)) == 2
+        await desk.handlers.acted(session, event, REQUEST)
+        assert session.conversation.chat is not chat and not session.owner.chats.find()
+
+    result_of(use())

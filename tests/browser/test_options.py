@@ -60,7 +60,14 @@ def test_a_wrong_number_is_told(site: Site, open_page: Callable[..., Page]) -> N
     state(page, "idle")
     page.click("[data-do=options]")
     page.click("#oc-options summary")
+    page.fill("#oc-options [name=top_p]", "5")
+    page.click("#oc-options [type=submit]")
+    assert page.is_visible("#oc-options")  # the browser tells it beside the field
+    page.fill("#oc-options [name=top_p]", "1")
     page.eval_on_selector("#oc-options form", "form => { form.noValidate = true; }")
     page.fill("#oc-options [name=temperature]", "-2")
     page.click("#oc-options [type=submit]")
     page.wait_for_selector("#oc-strip .oc-error:has-text('Temperature is -2')")
+    page.click("[data-do=options]")
+    page.wait_for_selector("#oc-options:popover-open")
+    assert page.input_value("#oc-options [name=temperature]") == "0"  # what is in force
