@@ -33,11 +33,12 @@ _SUFFIXES = frozenset((".html", ".htm", ".xhtml", ".ipynb"))
 def read_safely(path: Path, name: str = "", limits: Limits | None = None) -> Document:
     """Like read_document, for files whose readers are large programs; plain text is read here and now."""
     limits = limits or Limits()
+    name = display_name(name or path.resolve().name)
     return _read_apart(path, name, limits) if _needs_care(path, name) else read_document(path, name, limits)
 
 
 def _needs_care(path: Path, name: str) -> bool:
-    if os.path.isdir(path) or PurePath(name or path.name).suffix.lower() in _SUFFIXES:
+    if os.path.isdir(path) or PurePath(name).suffix.lower() in _SUFFIXES:
         return True
     if not os.path.isfile(path):  # opening a pipe would wait for whoever writes into it
         return False
@@ -54,9 +55,8 @@ def _needs_care(path: Path, name: str) -> bool:
 
 
 def _read_apart(path: Path, name: str, limits: Limits) -> Document:
-    shown = display_name(name or path.resolve().name)
     told = {key: value for key, value in asdict(limits).items() if key != "began"}
-    command = [sys.executable, "-P", "-m", __name__, str(path.absolute()), shown, json.dumps(told)]
+    command = [sys.executable, "-P", "-m", __name__, str(path.absolute()), name, json.dumps(told)]
     env = {**os.environ, "PYTHONPATH": str(_ROOT)}
     try:
         with _READERS:
@@ -64,7 +64,7 @@ def _read_apart(path: Path, name: str, limits: Limits) -> Document:
             done = subprocess.run(command, env=env, capture_output=True, timeout=most, check=False)
     except subprocess.TimeoutExpired as error:
         raise DocumentTooLarge(
-            f"{shown} takes longer than {limits.max_seconds:,.0f} s to read, the limit for one document. Split it."
+            f"{name} takes longer than {limits.max_seconds:,.0f} s to read, the limit for one document. Split it."
         ) from error
     head, _, text = done.stdout.partition(b"\n")
     if done.returncode == _REFUSED:
@@ -72,7 +72,7 @@ def _read_apart(path: Path, name: str, limits: Limits) -> Document:
         raise _ERRORS[what["kind"]](what["message"])
     if done.returncode != 0:
         raise BadDocument(
-            f"{shown} cannot be read: its reader broke on it (code {done.returncode}). It is damaged, or too large for"
+            f"{name} cannot be read: its reader broke on it (code {done.returncode}). It is damaged, or too large for"
             " this machine. Save it anew, as PDF or plain text."
         )
     facts = json.loads(head)

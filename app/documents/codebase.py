@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
 from app.documents.archive import Archive, Locked
-from app.documents.document import Extract, Limits, clean
+from app.documents.document import Extract, Limits, clean, shortened
 from app.errors import BadDocument, DocumentTooLarge
 from app.words import plural
 
@@ -98,8 +98,15 @@ def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
                 yield path
 
 
+def _names_nothing(path: str) -> bool:
+    """Whether a path has no part that is a name, as "." and "/" have none: it leads nowhere, and is left out."""
+    return not PurePosixPath(path.lstrip("/")).parts
+
+
 def check_inside(path: str, name: str) -> None:
     """Raise BadDocument for a path of an archive that leads outside it; slashes as on Unix."""
+    if _names_nothing(path):
+        return
     if ".." in PurePosixPath(path).parts or path.startswith("/") or re.match("[A-Za-z]:", path):
         raise BadDocument(f"{name} holds the path {path!r}, which leads outside it; it is refused.")
 
@@ -126,7 +133,7 @@ def read_entries(
     for entry in sorted(entries, key=lambda entry: PurePosixPath(entry.path).parts):
         limits.check_time(name)
         path = _printable(entry.path)
-        why = _passed_over(entry.path, entry.size)
+        why = "without a name" if _names_nothing(path) else _passed_over(entry.path, entry.size)
         data = None
         try:
             data = b"" if why else entry.load()
@@ -205,7 +212,7 @@ def _tools(path: str) -> str | None:
 
 
 def _printable(path: str) -> str:
-    return " ".join(clean(path)[0].split())[:300]
+    return shortened(" ".join(clean(path)[0].split()), 300)
 
 
 def _told(skipped: Counter[str]) -> str:

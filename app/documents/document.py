@@ -17,6 +17,7 @@ Kind = Literal["text", "pdf", "docx", "html", "epub", "notebook", "code", "odt",
 # C0 and C1 controls but tab and newline, DEL, the byte-order mark and U+FFFE/U+FFFF, which are no characters.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ufeff\ufffe\uffff]")
 _HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair: no character, and no encoding takes it
+_ENDING = re.compile(r"(?:\.\w{1,12}){0,2}\Z")
 _NEWLINE = re.compile("\r\n|[\r\x85\u2028\u2029]")
 
 PAGE_CHARS = 3000
@@ -162,6 +163,14 @@ class Extract:
 def clean(text: str) -> tuple[str, int]:
     """Text with `\\n` line ends and without control characters, and how many of those it had."""
     return _CONTROL.subn("", without_halves(unify_line_ends(text)))
+
+
+def shortened(name: str, most: int) -> str:
+    """A name or path of at most `most` characters; it keeps its ending, such as .tar.gz, which tells what it is."""
+    if len(name) <= most:
+        return name
+    ending = _ENDING.search(name)[0]  # type: ignore[index]  # matches nothing at least
+    return name[: most - len(ending) - 1] + "…" + ending
 
 
 def without_halves(text: str) -> str:

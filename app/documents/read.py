@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 
 from app.documents import codebase, docx, epub, html, notebook, odt, packed, pdf, rtf, text
 from app.documents.archive import Archive, Locked, open_archive
-from app.documents.document import Document, Extract, File, Limits, clean, lay_out
+from app.documents.document import Document, Extract, File, Limits, clean, lay_out, shortened
 from app.errors import BadDocument, DocumentTooLarge
 from app.words import plural
 
@@ -81,7 +81,7 @@ def read_document(path: Path, name: str = "", limits: Limits | None = None) -> D
 def display_name(name: str) -> str:
     """The last part of a path, on one line: the name goes into the prompt and onto the page."""
     base = re.split(r"[/\\]", name.rstrip("/\\"))[-1]
-    return " ".join(_BIDI.sub("", clean(base)[0]).split())[:120] or "document"
+    return shortened(" ".join(_BIDI.sub("", clean(base)[0]).split()), 120) or "document"
 
 
 def _load(path: Path, name: str, limits: Limits) -> bytes:

@@ -13,7 +13,7 @@ import gradio as gr
 
 from app.chat import Selection
 from app.documents import Document
-from app.documents.document import without_halves
+from app.documents.document import shortened, without_halves
 from app.errors import OctavoError, UsageError
 from app.evidence import Passage, Quote
 from app.ui import options, source, strip
@@ -218,7 +218,7 @@ class Handlers:
         conversation = session.conversation
         arrived = []
         for upload_id, name in files(event):
-            attachment = Attachment(str(name)[:200], arrived=self.uploads.arrived(upload_id))
+            attachment = Attachment(shortened(str(name), 200), arrived=self.uploads.arrived(upload_id))
             conversation.shelve(attachment)
             arrived.append((upload_id, attachment))
         for upload_id, attachment in arrived:

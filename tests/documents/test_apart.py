@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from app.documents import Limits, apart, read_document, read_safely
+from app.documents import Document, Limits, apart, read_document, read_safely
 from app.errors import BadDocument, DocumentTooLarge
 from tests.documents.build import archive, pdf
 
@@ -30,6 +32,41 @@ def test_the_document_is_the_same(tmp_path: Path, data: bytes, name: str) -> Non
     path = tmp_path / "upload"
     path.write_bytes(data)
     assert read_safely(path, name) == read_document(path, name)
+
+
+PAGE = b"<html><body><p>words</p></body></html>"
+CELLS = b'{"cells": [{"cell_type": "markdown", "source": "words"}], "nbformat": 4, "metadata": {}}'
+
+
+@pytest.mark.parametrize("read", [read_document, read_safely])
+@pytest.mark.parametrize(
+    ("data", "suffix", "kind"),
+    [
+        (PAGE, ".html", "html"),
+        (CELLS, ".ipynb", "notebook"),
+        (gzip.compress(PAGE), ".html.gz", "html"),
+        (pdf("words"), ".pdf", "pdf"),
+    ],
+    ids=["html", "ipynb", "html.gz", "pdf"],
+)
+def test_a_long_name_is_shown_shorter_and_read_as_what_it_is(
+    tmp_path: Path, read: Callable[[Path, str], Document], data: bytes, suffix: str, kind: str
+) -> None:
+    path = tmp_path / "upload"
+    path.write_bytes(data)
+    long, short = read(path, "A long title " * 15 + suffix), read(path, "short" + suffix)
+    assert (long.kind, long.text) == (short.kind, short.text)
+    assert long.kind == kind
+    assert len(long.name) <= 120 and long.name.endswith("…" + suffix)
+
+
+def test_a_long_path_in_an_archive_is_shown_shorter_and_read_as_what_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "upload"
+    path.write_bytes(archive({f"{'deep/' * 70}page.html": PAGE, f"{'deep/' * 70}a.py": "a = 1\n"}))
+    document = read_document(path, "a.zip")
+    assert "words" in document.text and "<p>" not in document.text
+    assert [Path(file.path).suffix for file in document.files] == [".py", ".html"]
+    assert all(len(file.path) <= 300 for file in document.files)
 
 
 def test_a_folder_is_read_apart(tmp_path: Path) -> None:

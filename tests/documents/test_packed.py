@@ -101,6 +101,22 @@ def test_paths_that_lead_out_are_refused(tmp_path: Path, path: str) -> None:
             read(tmp_path, tar({path: b"evil", **FILES}, form=form))
 
 
+@pytest.mark.parametrize("path", [".", "./", "\\", "\\.\\", "/", "//", "/./.", "\x01"])
+@pytest.mark.parametrize("pack", [tar, archive])
+def test_a_path_that_names_nothing_is_left_out(
+    tmp_path: Path, pack: Callable[[dict[str, bytes]], bytes], path: str
+) -> None:
+    for content in (b"words", b""):
+        document = read(tmp_path, pack({path: content, **FILES}))
+        assert {file.path for file in document.files} == {"shop/src/main.py", "shop/README.md"}
+        assert "words" not in document.text
+
+
+def test_a_file_that_names_nothing_is_counted(tmp_path: Path) -> None:
+    for data in (archive({"\\": b"words", **FILES}), tar({".": b"words", **FILES})):
+        assert read(tmp_path, data).warnings[0].startswith("2 files skipped: 1 without a name, 1 binary")
+
+
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
 @pytest.mark.parametrize("bomb", ["file", "tar", "header"])
 def test_bombs_end_at_the_limit(tmp_path: Path, pack: Callable[[bytes], bytes], bomb: str) -> None:

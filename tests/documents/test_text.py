@@ -133,6 +133,10 @@ def test_missing_files_and_folders(tmp_path: Path) -> None:
         ("two\nlines\0.md", "two lines.md"),
         ("a\u202efdp.exe\u2066\u200e", "afdp.exe"),
         ("\n", "document"),
+        ("a" * 251 + ".txt", "a" * 115 + "….txt"),
+        ("a" * 112 + ".html.md", "a" * 112 + ".html.md"),
+        ("a" * 113 + ".html.md", "a" * 111 + "….html.md"),
+        ("a." + "b" * 250, "a." + "b" * 117 + "…"),
     ],
 )
 def test_names_are_one_line_without_a_path(tmp_path: Path, name: str, shown: str) -> None:
