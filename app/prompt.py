@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Protocol
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from app.errors import UsageError
-from models.errors import UnsupportedModel
+from models.errors import BadCheckpoint
 
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'].capitalize() + ': ' + message['content'] + '\n\n' }}{% endfor %}"
@@ -88,8 +88,10 @@ class PromptBuilder:
         pieces = list(self._pieces([{"role": role, "content": parts} for role, parts in turns]))
         places = [at for at, piece in enumerate(pieces) if piece is mark]
         if len(places) != 1:
-            shown = f"an answer shown {len(places)} times"
-            raise UnsupportedModel("chat_template", shown, "templates that show every answer once")
+            raise BadCheckpoint(
+                f"The model's chat_template shows an answer {len(places)} times where it must show it once. Mend it, or"
+                " use another model."
+            )
         rest = pieces[places[0] + 1 :]
         # Some templates write a space before the end token. A model does not generate it, so history has none.
         if len(rest) > 1 and isinstance(rest[0], str) and not rest[0].strip() and isinstance(rest[1], int):
@@ -119,8 +121,13 @@ class PromptBuilder:
             rendered = self._template.render(
                 messages=plain, add_generation_prompt=True, tools=None, **self._tokenizer.template_variables
             )
-        except TemplateError as error:
-            raise UnsupportedModel("chat_template", str(error), "templates for user and assistant turns") from error
+        except Exception as error:  # the template is a program of somebody's: it can fail as any can
+            roles = [message["role"] for message in messages]
+            advice = "Leave the system prompt out." if "system" in roles else "Mend it, or use another model."
+            turns = " and ".join(dict.fromkeys(roles))
+            raise BadCheckpoint(
+                f"The model's chat_template cannot write {turns} turns: {str(error).rstrip('.')}. {advice}"
+            ) from error
         pattern = re.compile(f"{mark}([0-9]+){mark}|({self._special.pattern})")
         at = 0
         for found in pattern.finditer(rendered):
@@ -158,7 +165,11 @@ def _compile(source: str) -> Any:
     try:
         return environment.from_string(source)
     except TemplateError as error:
-        raise UnsupportedModel("chat_template", str(error), "Jinja templates as in Hugging Face models") from error
+        at = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+        raise BadCheckpoint(
+            f"The model's chat_template is no valid Jinja{at}: {str(error.message).rstrip('.')}. Mend it, or download"
+            " the model again."
+        ) from error
 
 
 def _unused(text: str, count: int) -> list[str]:

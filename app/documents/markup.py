@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from lxml import etree
 
 from app.documents.archive import Archive
+from app.errors import BadDocument
+
+_DEEPEST, _LONGEST = 256, 10_000_000  # libxml2's own limits; it tells of them in words that are for its callers
 
 
 def parse(archive: Archive, member: str) -> etree._Element:
@@ -16,7 +19,18 @@ def parse(archive: Archive, member: str) -> etree._Element:
     try:
         root = etree.fromstring(data, parser)
     except etree.XMLSyntaxError as error:
-        raise archive.damaged(f"{member}: {' '.join(error.msg.split())}") from error
+        why = " ".join(error.msg.split())
+        if "Excessive depth" in why:
+            raise BadDocument(
+                f"{archive.name}: {member} nests its elements deeper than {_DEEPEST}, the limit. Take tables out of"
+                " tables, and save it again."
+            ) from error
+        if "XML_PARSE_HUGE" in why or "too big" in why:
+            raise BadDocument(
+                f"{archive.name}: {member} holds one text, name or value of more than {_LONGEST:,} characters, the"
+                " limit. Split it into paragraphs, and save it again."
+            ) from error
+        raise archive.damaged(f"{member}: {why}") from error
     # As comments would, entities split a text, of which `.text` is the first part alone.
     etree.strip_elements(root, etree.Entity, with_tail=False)
     return root

@@ -14,7 +14,7 @@ from app.embedded import embedded_model_path
 from app.errors import UsageError
 from app.prompt import Encoded, PromptBuilder
 from app.tokenizer import Tokenizer
-from models.errors import UnsupportedModel
+from models.errors import BadCheckpoint
 from tests.app.test_tokenizer import KINDS
 from tests.fakes import CHATML, END, START, FakeTokenizer
 
@@ -170,13 +170,26 @@ def test_encoded_parts_are_taken_as_they_are_and_text_is_encoded_whole() -> None
 
 def test_templates_that_cannot_work_are_refused_by_name() -> None:
     for template, why in (
-        ("{% for %}", "chat_template"),
-        ("{{ raise_exception('no system here') }}", "no system here"),
-        ("{{ messages[-1]['content'] }}", "shown 0 times"),
-        ("{{ messages.__class__.__mro__ }}", "chat_template"),
+        ("a\n{% for %}", r"chat_template is no valid Jinja, line 2: [^'\"]*"),
+        ("{{ 1 | nonsense }}", r"chat_template is no valid Jinja, line 1: No filter named 'nonsense'\."),
+        ("{{ raise_exception('No user here.') }}", r"cannot write user and assistant turns: No user here\. "),
+        ("{{ nothing.at.all }}", "cannot write user and assistant turns: 'nothing' is undefined"),
+        ("{{ messages.__class__.__mro__ }}", "cannot write user and assistant turns: .* unsafe"),
+        ("{{ messages[0]['content'] + 1 }}", "cannot write user and assistant turns: can only"),
+        ("{{ 1 / 0 }}", "cannot write user and assistant turns: division by zero"),
+        ("{% for n in range(10 ** 9) %}{% endfor %}", "cannot write user and assistant turns: Range"),
+        ("{{ messages[-1]['content'] }}", "chat_template shows an answer 0 times"),
     ):
-        with pytest.raises(UnsupportedModel, match=why):
+        with pytest.raises(BadCheckpoint, match=f"The model's .*{why}"):
             PromptBuilder(FakeTokenizer(template))
+
+
+def test_a_template_without_system_turns_says_what_to_do() -> None:
+    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system role!') }}{% endif %}" + CHATML
+    builder = PromptBuilder(FakeTokenizer(refusing))
+    assert builder.first(["Hi."])
+    with pytest.raises(BadCheckpoint, match=r"cannot write system and user turns: No system role!\. Leave the system"):
+        builder.first(["Hi."], system="Be brief.")
 
 
 def test_texts_cannot_break_out_of_the_template() -> None:

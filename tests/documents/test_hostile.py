@@ -56,6 +56,27 @@ def test_odd_values_do_not_break_a_document(tmp_path: Path) -> None:
     assert "Chapter two" in read_document(tmp_path / "a.epub").text
 
 
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("<w:tbl><w:tr><w:tc>" * 250 + "</w:tc></w:tr></w:tbl>" * 250, "deeper than 256, the limit. Take tables out"),
+        (f"<w:p><w:r><w:t>{'x' * 10_100_000}</w:t></w:r></w:p>", "more than 10,000,000 characters, the limit"),
+        (f"<w:p w:a='{'x' * 10_100_000}'/>", "more than 10,000,000 characters, the limit"),
+        (f"<w:p><!--{'x' * 10_100_000}--></w:p>", "more than 10,000,000 characters, the limit"),
+        (f"<w:p><![CDATA[{'x' * 10_100_000}]]></w:p>", "more than 10,000,000 characters, the limit"),
+    ],
+    ids=["depth", "text", "value", "comment", "section"],
+)
+def test_limits_of_the_xml_parser_are_told_in_our_words(tmp_path: Path, body: str, words: str) -> None:
+    (tmp_path / "a.docx").write_bytes(docx_xml(body))
+    with pytest.raises(BadDocument, match=words) as caught:
+        read_document(tmp_path / "a.docx")
+    assert "a.docx: word/document.xml" in str(caught.value)
+    assert "HUGE" not in str(caught.value)
+    (tmp_path / "good.txt").write_text("All is well.")
+    assert "All is well." in read_document(tmp_path).text  # it costs itself alone
+
+
 def test_a_reader_that_breaks_costs_its_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "good.txt").write_text("All is well.")
     (tmp_path / "odd.ipynb").write_text("{}")
