@@ -27,6 +27,7 @@ _SPLITS = {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "smaug-
 _SPLITS |= {"deepseek-r1-qwen": _QWEN2, "tekken": _TEKKEN}
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "tekken")  # a word of the vocabulary needs no merges
 _GPT2 = ("gpt-2", "smollm")
+_KINDS = {str: "texts", int: "whole numbers", float: "numbers"}
 
 
 @dataclass(frozen=True)
@@ -53,18 +54,16 @@ class TokenizerSpec:
 
 def spec_from_gguf(path: Path) -> TokenizerSpec:
     """Read a GGUF file's tokenizer; raises UnsupportedModel naming a kind that is not known."""
-    metadata = read_gguf(path).metadata
-    tokens = metadata.get("tokenizer.ggml.tokens")
+    fields = _Fields(path)
+    tokens: list[str] = fields.many("tokens", str)
     if not tokens:
         raise BadCheckpoint(f"{path.name} has no tokenizer.ggml.tokens. Use a file with its tokenizer inside.")
-    types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    if len(types) != len(tokens):
-        raise BadCheckpoint(f"{path.name} has {len(tokens):,} tokens but {len(types):,} token types. It is damaged.")
-    kind = metadata.get("tokenizer.ggml.model")
+    types: list[int] = fields.many("token_type", int, len(tokens)) or [1] * len(tokens)
+    kind = fields.text("ggml.model")
     if kind == "gpt2":
-        data = _byte_level(metadata, tokens)
+        data = _byte_level(fields, tokens)
     elif kind == "llama":
-        data = _sentencepiece(metadata, tokens, types)
+        data = _sentencepiece(fields, tokens, types)
     else:
         raise UnsupportedModel("tokenizer.ggml.model", kind, "gpt2, llama")
     special = (_UNKNOWN, _CONTROL)
@@ -75,15 +74,14 @@ def spec_from_gguf(path: Path) -> TokenizerSpec:
         if token_type in (*special, _USER_DEFINED)
     ]
     roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {role: metadata.get(f"tokenizer.ggml.{name}_token_id") for role, name in roles.items()}
-    texts = {role: tokens[token_id] for role, token_id in ids.items() if token_id is not None}
-    ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    ids = {role: fields.token_id(name, len(tokens)) for role, name in roles.items()}
+    ends = (fields.token_id(name, len(tokens)) for name in ("eos", "eot", "eom"))
     return TokenizerSpec(
         data=data,
-        chat_template=metadata.get("tokenizer.chat_template"),
-        special_texts=texts,
+        chat_template=fields.text("chat_template"),
+        special_texts={role: tokens[token_id] for role, token_id in ids.items() if token_id is not None},
         eos_ids=frozenset(token_id for token_id in ends if token_id is not None),
-        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", kind == "llama")),
+        add_bos=fields.flag("add_bos_token", kind == "llama"),
     )
 
 
@@ -95,8 +93,59 @@ def byte_alphabet() -> Mapping[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(hidden)}
 
 
-def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
-    pre = metadata.get("tokenizer.ggml.pre")
+class _Fields:
+    """A GGUF file's fields below `tokenizer.`, each of the type that it must have; raises BadCheckpoint for others."""
+
+    def __init__(self, path: Path) -> None:
+        self._metadata = read_gguf(path).metadata
+        self._name = path.name
+
+    def text(self, field: str) -> str | None:
+        value = self._metadata.get(f"tokenizer.{field}")
+        if value is not None and not isinstance(value, str):
+            raise self._wrong(f"tokenizer.{field} = {value!r}", "a text")
+        return value
+
+    def flag(self, field: str, default: bool) -> bool:
+        return bool(self._metadata.get(f"tokenizer.ggml.{field}", default))
+
+    def many(self, field: str, kind: type, count: int | None = None) -> list[Any]:
+        """A list of `count` of a kind; empty where the file has none."""
+        key = f"tokenizer.ggml.{field}"
+        try:
+            values = self._metadata.get(key) or []
+        except UnicodeDecodeError as error:
+            raise self._wrong(key, f"in UTF-8 ({error})") from error
+        right = isinstance(values, list) and all(isinstance(value, kind) for value in values)
+        if not right or (values and count is not None and len(values) != count):
+            found = f", and has {len(values):,}" if right else ""
+            told = _KINDS[kind] if count is None else f"{count:,} {_KINDS[kind]}, one a token"
+            raise self._wrong(key, f"a list of {told}{found}")
+        return values
+
+    def scores(self, count: int) -> list[float]:
+        """Every token's score, which a vocabulary without merges needs."""
+        values = self.many("scores", float, count)
+        if not values:
+            raise self._wrong("tokenizer.ggml.scores", "there, as it has no tokenizer.ggml.merges")
+        return values
+
+    def token_id(self, role: str, count: int) -> int | None:
+        """The id of the token with a role, of `count` tokens."""
+        key = f"tokenizer.ggml.{role}_token_id"
+        value = self._metadata.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < count:
+            raise self._wrong(f"{key} = {value!r}", f"the id of one of its tokens, from 0 to {count - 1:,}")
+        return value
+
+    def _wrong(self, field: str, told: str) -> BadCheckpoint:
+        return BadCheckpoint(f"{self._name} is damaged: {field} must be {told}. Download it again.")
+
+
+def _byte_level(fields: _Fields, tokens: Sequence[str]) -> dict[str, Any]:
+    pre = fields.text("ggml.pre")
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": pre in _GPT2}
     if pre in _SPLITS:
         first = {"type": "Split", "pattern": {"Regex": _SPLITS[pre]}, "behavior": "Isolated", "invert": False}
@@ -105,7 +154,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str,
     else:
         raise UnsupportedModel("tokenizer.ggml.pre", pre, ", ".join((*_GPT2, *_SPLITS)))
     steps = [byte_level] if pre == "gpt-2" else [first, byte_level]
-    merges = metadata.get("tokenizer.ggml.merges") or []
+    merges = fields.many("merges", str)
     return {
         "normalizer": {"type": "NFC"} if _SPLITS.get(pre) is _QWEN2 else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
@@ -114,8 +163,8 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str,
     }
 
 
-def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> dict[str, Any]:
-    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+def _sentencepiece(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> dict[str, Any]:
+    prefix = fields.flag("add_space_prefix", True)
     scheme = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first" if prefix else "never", "split": False}
     decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
@@ -124,13 +173,10 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], types: Se
     ]
     if prefix:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    merges = metadata.get("tokenizer.ggml.merges")
-    pairs = (
-        [merge.split(" ") for merge in merges]
-        if merges
-        else list(_merges_of(tokens, types, metadata["tokenizer.ggml.scores"]))
-    )
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+    pairs = [merge.split(" ") for merge in fields.many("merges", str)]
+    if not pairs:
+        pairs = list(_merges_of(tokens, types, fields.scores(len(tokens))))
+    unknown = fields.token_id("unknown", len(tokens))
     return {
         "normalizer": None,
         "pre_tokenizer": scheme,

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer as Backend
 
 from app.engine.detokenize import Detokenizer, TokenBytes
 from app.errors import Cancelled
-from app.gguf_tokenizer import TokenizerSpec, byte_alphabet, spec_from_gguf
+from app.gguf_tokenizer import byte_alphabet, spec_from_gguf
+from app.json_tokenizer import spec_from_directory
 from app.prompt import PromptTokenizer
 from models.errors import BadCheckpoint, UnsupportedModel
-from models.files import read_json
 
 _PIECE_CHARS = 1 << 16
 _LONGEST_PIECE = 1 << 20  # a run without a safe cut is cut here all the same: one odd token in a million letters
@@ -59,7 +59,7 @@ class Tokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        spec = spec_from_gguf(path) if path.is_file() else _spec_from_directory(path)
+        spec = spec_from_gguf(path) if path.is_file() else spec_from_directory(path)
         data = spec.data
         model = data["model"]
         if model.get("type", "BPE") != "BPE":
@@ -86,7 +86,10 @@ class Tokenizer:
 
         self._prefix: Prefix = _take_prefix(data)
         self.space_after_special = self._prefix in ("always", "doubled")
-        self._backend = Backend.from_str(json.dumps(_text_only(data, added, control), ensure_ascii=False))
+        try:
+            self._backend = Backend.from_str(json.dumps(_text_only(data, added, control), ensure_ascii=False))
+        except Exception as error:  # the library's own have no narrower type
+            raise BadCheckpoint(f"The tokenizer in {path} cannot be used: {error}. Download it again.") from error
         if _splits(self._backend, "ab cd", 2):
             delimiters = _pre_tokenizer_delimiters(self._backend, _unjoined(added))
         else:
@@ -172,45 +175,6 @@ class _Everything:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.strip_leading_space = tokenizer.strip_leading_space
         self.token_bytes = tokenizer.raw_bytes
-
-
-def _spec_from_directory(path: Path) -> TokenizerSpec:
-    file = path / "tokenizer.json"
-    if not file.is_file():
-        raise BadCheckpoint(f"There is no tokenizer.json in {path}. Save the model's fast tokenizer there.")
-    data, config = _read_json(file), _read_json(path / "tokenizer_config.json")
-    data = {**data, "truncation": None, "padding": None}
-    roles = ("bos_token", "eos_token", "unk_token", "pad_token")
-    values = {role: config.get(role) for role in roles}
-    texts = {role: value["content"] if isinstance(value, dict) else value for role, value in values.items() if value}
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
-    if (path / "chat_template.jinja").is_file():
-        template = (path / "chat_template.jinja").read_text(encoding="utf-8")
-    ends = _read_json(path / "generation_config.json").get("eos_token_id")
-    eos_ids = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
-    add_bos = config.get("add_bos_token")
-    if add_bos is None:
-        add_bos = texts.get("bos_token") in set(_template_starts(data.get("post_processor")))
-    return TokenizerSpec(data, template, texts, eos_ids, bool(add_bos))
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        return read_json(file)
-    except ValueError as error:
-        raise BadCheckpoint(f"{file} is damaged: {error}. Download it again.") from error
-
-
-def _template_starts(post_processor: Mapping[str, Any] | None) -> Iterator[str]:
-    """Control tokens that the post-processor puts before a text."""
-    for step in [post_processor or {}, *(post_processor or {}).get("processors", [])]:
-        for item in step.get("single", [])[:1]:
-            if "SpecialToken" in item:
-                yield item["SpecialToken"]["id"]
 
 
 def _looks_like_control(text: str) -> bool:

@@ -349,6 +349,120 @@ def test_gguf_of_sentencepiece_equals_transformers(tmp_path: Path) -> None:
     assert not {0, 1, 2} & set(ours.encode_text("<s></s><unk>"))
 
 
+def written(path: Path, **changes: Any) -> Path:
+    """A GGUF file with a tokenizer of 4 tokens and these fields changed; None leaves one out."""
+    fields: dict[str, Any] = {
+        "ggml_model": "llama",
+        "ggml_tokens": ["<unk>", "a", "b", "ab"],
+        "ggml_token_type": [2, 1, 1, 1],
+        "ggml_scores": [0.0, -1.0, -2.0, -3.0],
+        "ggml_unknown_token_id": 0,
+        "ggml_bos_token_id": 1,
+        "ggml_eos_token_id": 2,
+        **changes,
+    }
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, value in fields.items():
+        key = "tokenizer." + name.replace("ggml_", "ggml.")
+        match value:
+            case None:
+                pass
+            case bool():
+                writer.add_bool(key, value)
+            case int():
+                writer.add_int64(key, value)
+            case float():
+                writer.add_float32(key, value)
+            case str():
+                writer.add_string(key, value)
+            case _:
+                writer.add_array(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *((f"ggml_{role}_token_id", 999999) for role in ("bos", "eos", "unknown", "padding", "eot", "eom")),
+        *(("ggml_eos_token_id", value) for value in (4, -1, 1.0, True, "2", [2])),
+        *(("ggml_tokens", value) for value in (None, 4, [1, 2, 3, 4], [b"a", b"\xff", b"b", b"c"])),
+        *(("ggml_token_type", value) for value in (1, [1], [1.0] * 4, ["1"] * 4)),
+        *(("ggml_scores", value) for value in (None, 1.0, [0.0], ["0"] * 4)),
+        *(("ggml_merges", value) for value in (1, [1, 2])),
+        *(("chat_template", value) for value in (1, ["x"])),
+        ("ggml_model", 5),
+    ],
+)
+def test_a_gguf_that_lies_is_refused_by_file_and_field(tmp_path: Path, field: str, value: Any) -> None:
+    assert Tokenizer(written(tmp_path / "good.gguf")).encode_text("ab", start=False) == [3]
+    with pytest.raises(BadCheckpoint, match="m\\.gguf .*tokenizer." + field.replace("ggml_", "ggml.")):
+        Tokenizer(written(tmp_path / "m.gguf", **{field: value}))
+
+
+@pytest.mark.parametrize("merges", [["a b c"], ["ab"], ["a z"]])
+def test_merges_that_are_none_are_refused_by_file(tmp_path: Path, merges: list[str]) -> None:
+    with pytest.raises(BadCheckpoint, match=r"m\.gguf cannot be used"):
+        Tokenizer(written(tmp_path / "m.gguf", ggml_merges=merges))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("model", value) for value in (None, [], "BPE")),
+        *(("model.vocab", value) for value in (None, [], {}, {"a": "1"}, {"a": -1}, {"a": 10**9}, {"a": True})),
+        *(("model.merges", value) for value in (None, {}, [["a"]], [1], [["a", 1]])),
+        ("model.unk_token", []),
+        *(("added_tokens", value) for value in ({}, ["a"], [{}], [{"id": -1, "content": "x", "special": True}])),
+        *((key, "x") for key in ("normalizer", "pre_tokenizer", "decoder", "post_processor")),
+        ("normalizer.normalizers", [{}]),
+        ("pre_tokenizer.pretokenizers", 1),
+        ("decoder.decoders", ["x"]),
+        ("post_processor.processors", {}),
+        ("post_processor.single", [1]),
+        ("post_processor.single", [{"SpecialToken": {}}]),
+    ],
+)
+def test_a_tokenizer_json_that_lies_is_refused_by_file_and_field(tmp_path: Path, field: str, value: Any) -> None:
+    byte_level(tmp_path, None)
+    data = json.loads((tmp_path / "tokenizer.json").read_text())
+    outer, _, inner = field.partition(".")
+    changed = {**(data[outer] or {}), inner: value} if inner else value
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data | {outer: changed}))
+    with pytest.raises(BadCheckpoint, match=rf"tokenizer\.json is damaged: {field} must be"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("tokenizer.json", "{}", "tokenizer.json is damaged: model must be an object"),
+        ("tokenizer.json", "[]", "tokenizer.json is damaged"),
+        ("tokenizer_config.json", '{"eos_token": 5}', "tokenizer_config.json is damaged: eos_token must be"),
+        ("tokenizer_config.json", '{"bos_token": {}}', None),
+        ("tokenizer_config.json", '{"bos_token": {"id": 1}}', "tokenizer_config.json is damaged: bos_token must be"),
+        ("tokenizer_config.json", '{"chat_template": 5}', "tokenizer_config.json is damaged: chat_template must be"),
+        ("tokenizer_config.json", '{"chat_template": ["x"]}', None),
+        ("generation_config.json", '{"eos_token_id": "2"}', "generation_config.json is damaged: eos_token_id must be"),
+        ("generation_config.json", '{"eos_token_id": [2, -1]}', "generation_config.json is damaged: eos_token_id"),
+        ("chat_template.jinja", "\udcff", "chat_template.jinja cannot be read"),
+    ],
+)
+def test_what_stands_beside_is_refused_by_file_and_field(
+    tmp_path: Path, name: str, content: str, told: str | None
+) -> None:
+    byte_level(tmp_path, None)
+    (tmp_path / name).write_bytes(content.encode(errors="surrogateescape"))
+    if told is None:
+        Tokenizer(tmp_path)
+        return
+    with pytest.raises(BadCheckpoint, match=told):
+        Tokenizer(tmp_path)
+
+
 def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match=r"no tokenizer\.json"):
         Tokenizer(tmp_path)
