@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -29,9 +30,11 @@ def sample_texts(source: Path | None, flag: str = "--calibration") -> tuple[list
     if source is None:
         code = "\n\n".join(inspect.getsource(import_module(name)) for name in _CODE)
         return [*(file.read_text(encoding="utf-8") for file in sorted(_SAMPLES.glob("*.txt"))), code], "built-in"
-    if source.is_file():
+    if os.path.isfile(source):  # os.path: no error where a name is too long to be one
         return [read_document(source).text], source.name
-    if not source.is_dir():
+    if not os.path.isdir(source):
+        if os.path.exists(source):
+            raise UsageError(f"{flag} {source}: this is a device, a pipe or a socket. Name a file or a folder.")
         raise UsageError(f"{flag} {source}: there is no such file or directory.")
     texts = []
     for file in sorted(path for path in source.rglob("*") if path.is_file() and not path.name.startswith(".")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -183,15 +184,20 @@ def check_model(model: str | None) -> None:
     if model in (None, EMBEDDED_MODEL):
         return
     path = Path(model).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):  # os.path: no error where a name is too long to be one
         if not (path / "config.json").is_file():
             raise UsageError(
                 f"--model {model}: the directory holds no model: config.json is missing. Name one with config.json, "
                 "tokenizer.json and safetensors, or a .gguf file in it."
             )
         return
-    if path.is_file():
+    if os.path.isfile(path):
         return
+    if os.path.exists(path):
+        raise UsageError(
+            f"--model {model}: this is a device, a pipe or a socket and holds no model. Give a hub id (owner/name), a"
+            " directory of safetensors or a .gguf file."
+        )
     if path.suffix.lower() == ".gguf" or not _HUB_ID.fullmatch(model):
         raise UsageError(
             f"--model {model}: there is no such file or directory. Give a hub id (owner/name), a directory of "
@@ -244,7 +250,7 @@ def _as_stored(settings: Settings, checkpoint: Checkpoint) -> Settings:
 
 def _plan_inputs(settings: Settings, config_file: Path | None) -> tuple[ModelConfig, HeadPattern | None, Settings]:
     model = settings.model or (DEFAULT_HUB_MODEL if torch.cuda.is_available() else EMBEDDED_MODEL)
-    on_disk = model == EMBEDDED_MODEL or Path(model).expanduser().exists()
+    on_disk = model == EMBEDDED_MODEL or os.path.exists(Path(model).expanduser())
     if config_file is None and on_disk:
         files = find_model(replace(settings, model=model))
         checkpoint = open_checkpoint(files.path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
 
 import numpy as np
 import psutil
@@ -91,32 +92,48 @@ def fit(
 ) -> tuple[MemoryPlan, int]:
     """The plan and chunk for the context asked for, or for the longest that `free` bytes and the model allow.
 
-    Raises DoesNotFit when the context was asked for, or when not even one block fits.
+    Raises DoesNotFit when the context was asked for, or when not even one block fits; names what would.
     """
     endless = settings.mode == "endless"
     wanted = shape.sink + shape.recent if endless else settings.context or config.max_positions
     if wanted > config.max_positions:
         raise UsageError(f"--context is {wanted:,}; this model's window is {config.max_positions:,} tokens.")
     limit = usable(device, free)
+
+    def planned(context: int, chunk: int) -> MemoryPlan:
+        return plan_memory(config, shape, settings.weights, context, chunk, device, settings.embedding)
+
     for chunk in (settings.chunk,) if settings.chunk else CHUNKS[device.type]:
-        plan = plan_memory(config, shape, settings.weights, wanted, chunk, device, settings.embedding)
+        plan = planned(wanted, chunk)
         if plan.total_bytes <= limit:
             return plan, chunk
     longest = plan.longest(limit)
     if endless or settings.context or longest < shape.block:
-        if endless:
-            advice = "Use a smaller --recent, a smaller model or more memory."
+        least = wanted if endless or settings.context else shape.block
+        fitting = [f"--context {longest}"] if longest >= shape.block and not endless else []
+        for smaller in _halved(min(chunk - 1, CHUNKS[device.type][0])) if settings.chunk else ():
+            if planned(least, smaller).total_bytes <= limit:
+                fitting.insert(0, f"--chunk {smaller}")
+                break
+        if fitting:
+            advice = f"{' or '.join(fitting)} fits."
         else:
-            advice = f"--context {longest} fits." if longest >= shape.block else "Use a smaller model or more memory."
+            advice = f"Use a smaller {'--recent, a smaller ' if endless else ''}model or more memory."
+        chunks = f" in chunks of {chunk:,}" if settings.chunk else ""
         raise DoesNotFit(
-            f"A context of {wanted:,} tokens needs {plan.total_bytes / 2**30:.2f} GiB; {limit / 2**30:.2f} GiB are "
-            f"free. {advice}",
+            f"A context of {wanted:,} tokens{chunks} needs {plan.total_bytes / 2**30:,.2f} GiB; {limit / 2**30:,.2f} "
+            f"GiB are free. {advice}",
             plan.total_bytes,
             limit,
             longest,
         )
     log.warning("context limited to %d of %d tokens by memory", longest, wanted)
-    return plan_memory(config, shape, settings.weights, longest, chunk, device, settings.embedding), chunk
+    return planned(longest, chunk), chunk
+
+
+def _halved(most: int) -> Iterator[int]:
+    """Powers of two from the largest that is at most `most` down to 1."""
+    yield from (1 << bits for bits in range(most.bit_length() - 1, -1, -1))
 
 
 def usable(device: torch.device, free: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from huggingface_hub import errors
 import app.embedded
 import app.measured_heads
 import app.model
+from app.calibration import sample_texts
 from app.config import DEFAULT_HUB_MODEL, Embedding, Settings
 from app.embedded import embedded_model_path
 from app.errors import OctavoError, UsageError
@@ -90,10 +92,18 @@ def test_a_directory_that_holds_no_model_is_told_before_anything_starts(tmp_path
     assert hub == []
 
 
-@pytest.mark.parametrize("model", ["/no/such/place", "no/such/file.gguf", "word", "a/b/c", "../x"])
+@pytest.mark.parametrize("model", ["/no/such/place", "no/such/file.gguf", "word", "a/b/c", "../x", "a" * 300])
 def test_what_is_nowhere_names_the_three_forms(model: str, hub: list[str]) -> None:
     with pytest.raises(UsageError, match=r"hub id .*directory of safetensors or a \.gguf file"):
         find_model(Settings(model=model))
+    assert hub == []
+
+
+def test_what_is_no_file_is_told_as_what_it_is(hub: list[str]) -> None:
+    with pytest.raises(UsageError, match=r"/dev/null: this is a device, .*directory of safetensors or a \.gguf file"):
+        find_model(Settings(model=os.devnull))
+    with pytest.raises(UsageError, match="/dev/null: this is a device"):
+        sample_texts(Path(os.devnull))
     assert hub == []
 
 
