@@ -38,9 +38,8 @@ def quality(settings: Settings, args: argparse.Namespace) -> int:
         reference = open_checkpoint(find_model(replace(settings, model=args.reference)).path)
     pattern, pattern_note = choose_pattern(files, settings)
     window = checkpoint.config.max_positions
-    lengths = args.length or [n for n in _LENGTHS if n <= window] or [window]
-    if max(lengths) > window:
-        raise UsageError(f"--length is {max(lengths):,}; this model's window is {window:,} tokens.")
+    if args.length and max(args.length) > window:
+        raise UsageError(f"--length is {max(args.length):,}; this model's window is {window:,} tokens.")
     chosen = {variant.name: variant for variant in variants(pattern, settings.kv_bits)}
     for name in args.setting or ():
         if name not in chosen:
@@ -49,6 +48,8 @@ def quality(settings: Settings, args: argparse.Namespace) -> int:
     text = "\n\n".join(texts)
     tokenizer = Tokenizer(files.path)
     ids = tokenizer.encode_text(text[: 12 * args.tokens])[: args.tokens]
+    most = min(window, len(ids))  # of a text that is shorter than the usual windows all of it is one
+    lengths = args.length or [n for n in _LENGTHS if n <= most] or [most]
     status = StatusLine(sys.stderr)
     telling = lambda stage, done: status.show(f"Reading: {stage}")  # noqa: E731
     try:

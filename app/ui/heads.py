@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from html import escape
@@ -38,10 +39,18 @@ _SOME = (
     " shows it.</p>"
 )
 _EVERYBODY = (
-    "The change is for everybody who uses this Octavo. Answers in front are finished first, then the model is opened"
-    " anew, and questions asked meanwhile wait. Chats stay; a document is read again when it is next asked about, or"
-    " comes from disk where these settings were used before."
+    "The change is for everybody who uses this Octavo, until it is started anew. Answers in front are finished first,"
+    " then the model is opened anew, and questions asked meanwhile wait. Chats stay; a document is read again when it"
+    " is next asked about, or comes from disk where these settings were used before."
 )
+# Errors name settings as the command line does; here each has a field.
+_LABELS = {
+    "--retrieval-ratio": "Share of heads that keep everything",
+    "--kv": "Precision of what they keep",
+    "--sink-tokens": "First tokens that all heads keep",
+    "--recent": "Newest tokens that all heads keep",
+    "--chunk": "Tokens read at a time",
+}
 _FIELDS = ("retrieval_ratio", "kv", "sink", "recent", "chunk")
 
 
@@ -53,24 +62,24 @@ def heads_panel(service: ChatService, loading: Loading, session: gr.State, chang
     with gr.Accordion("Heads, memory and self-test", open=False, elem_id="oc-heads") as panel:
         about = gr.HTML("", elem_id="oc-heads-about", apply_default_css=False)
         ratio = gr.Slider(
-            0, 1, 0.5, step=0.05, label="Share of heads that keep everything", visible=False, elem_id="oc-heads-ratio"
+            0, 1, 0.5, step=0.05, label=_LABELS["--retrieval-ratio"], visible=False, elem_id="oc-heads-ratio"
         )
         kv = gr.Radio(
             [(_KV[name], name) for name in get_args(Kv)],
-            label="Precision of what they keep",
+            label=_LABELS["--kv"],
             visible=False,
             elem_id="oc-heads-kv",
         )
         with gr.Row(visible=False, elem_id="oc-heads-numbers") as row:
-            sink = gr.Number(label="First tokens that all heads keep", precision=0, minimum=0, visible=False)
+            sink = gr.Number(label=_LABELS["--sink-tokens"], precision=0, minimum=0, visible=False)
             recent = gr.Number(
-                label="Newest tokens that all heads keep",
+                label=_LABELS["--recent"],
                 precision=0,
                 minimum=1,
                 visible=False,
                 elem_id="oc-heads-recent",
             )
-            chunk = gr.Number(label="Tokens read at a time", precision=0, minimum=1, visible=False)
+            chunk = gr.Number(label=_LABELS["--chunk"], precision=0, minimum=1, visible=False)
         preview = gr.HTML("", elem_id="oc-costs", apply_default_css=False)
         use = gr.Button(_USE, size="sm", variant="primary", elem_id="oc-use", interactive=False, visible=False)
         note = gr.HTML("", elem_id="oc-use-note", apply_default_css=False)
@@ -108,7 +117,7 @@ def heads_panel(service: ChatService, loading: Loading, session: gr.State, chang
             chunk_now = int(service.status()["settings"]["chunk"])
             table = comparison(heads, chosen, _context(service), chunk_now)
         except (OctavoError, TypeError) as error:
-            said = str(error) if isinstance(error, OctavoError) else "Give a number in every field."
+            said = _worded(error) if isinstance(error, OctavoError) else "Give a number in every field."
             return {preview: f'<p class="oc-lost">{escape(said)}</p>', use: gr.Button(interactive=False)}
         same = chosen == heads.settings
         return {preview: table, use: gr.Button(interactive=not same), note: "" if same else f"<p>{_EVERYBODY}</p>"}
@@ -144,7 +153,7 @@ def heads_panel(service: ChatService, loading: Loading, session: gr.State, chang
             work.result()
         except Exception as error:
             kept = " The settings before are in force." if service.ready else ""
-            said = f'<p class="oc-lost">{escape(describe(error)[0])}{kept}</p>'
+            said = f'<p class="oc-lost">{escape(_worded(error))}{kept}</p>'
         else:
             said = '<p class="oc-found">These settings are in force now.</p>'
         yield await asyncio.to_thread(opened) | {note: said}
@@ -155,6 +164,14 @@ def heads_panel(service: ChatService, loading: Loading, session: gr.State, chang
     inputs = [field.input for field in (ratio, kv, sink, recent, chunk)]
     gr.on(inputs, previewed, list(fields.values()), [preview, use, note], trigger_mode="always_last", **quiet)
     use.click(used, list(fields.values()), everything, **quiet)
+
+
+def _worded(error: Exception) -> str:
+    """What was wrong, with the names that the fields have."""
+    said = describe(error)[0]
+    for flag, label in _LABELS.items():
+        said = re.sub(rf"{flag}(?![\w-])", f"\u201c{label}\u201d", said)
+    return said
 
 
 def what_is_kept(heads: Heads) -> str:

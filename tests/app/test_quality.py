@@ -73,6 +73,11 @@ def test_quantise_then_compare(model, text, tmp_path, capsys):
     for setting in ("w8a8", "kv8", "kv4 without rotation", "kv4", "w8a8 + kv4"):
         assert 0 < rows[setting, 300]["kl"] < 0.02, setting
         assert abs(rows[setting, 300]["perplexity_above_percent"]) < 3
+    short = text.with_name("short.txt")
+    short.write_text(text.read_text()[:200])
+    assert main(["eval", "quality", "--model", str(model), "--text", str(short), "--setting", "kv8", "--json"]) == 0
+    scores = json.loads(capsys.readouterr().out)["scores"]
+    assert 2 <= scores[0]["length"] < 512  # all of it, where the usual windows are longer
     assert len(report["heads"]) == 4 and report["warning"] is None
     assert main([*command, "--tokens", "900", "--length", "300", "--setting", "kv8"]) == 0
     assert "Heads whose attention" in capsys.readouterr().out
