@@ -201,12 +201,12 @@ def test_a_client_that_takes_nothing_holds_the_engine_no_longer_than_it_may(
     with socket.socket() as stalled:
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         stalled.connect((address.hostname, address.port))
-        data = json.dumps({"model": MODEL, "prompt": "Write", "max_tokens": 10**9, "stream": True}).encode()
+        data = json.dumps({"model": "fake", "prompt": "Write", "max_tokens": 10**9, "stream": True}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
         stalled.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         while not metric(url, "octavo_busy"):
             time.sleep(0.01)
-        body = {"model": MODEL, "prompt": "A short one", "max_tokens": 3}
+        body = {"model": "fake", "prompt": "A short one", "max_tokens": 3}
         assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["usage"]["completion_tokens"] == 3
     assert metric(url, 'octavo_requests_total{end="cancelled"}') == 1
 
