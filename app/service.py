@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,8 @@ from app.evaluation.selftest import SelfTest
 from app.head_costs import Heads
 from app.library import Library, Owner
 from app.model import LoadProgress
+
+log = logging.getLogger(__name__)
 
 __all__ = ["Chat", "ChatService", "MemoryBegins", "PlanView", "Selection", "Turn"]
 
@@ -169,6 +172,11 @@ class ChatService(ABC):
     ) -> Generation:
         """The question behind `before`, with the `sources` that are new there; nobody else asks in this chat."""
 
+    @property
+    def resumes(self) -> bool:
+        """Whether `resume` can be."""
+        return True
+
     @abstractmethod
     def resume(self, chat: Chat, turn_id: str, sampling: SamplingParams | None = None) -> Generation:
         """Go on with an answer that was stopped or cut, from its last token; the events tell the new text only.
@@ -260,7 +268,14 @@ class ChatService(ABC):
     def delete_chat(self, owner: Owner, chat: Chat) -> None:
         """Delete a saved chat, texts that only it named, and what was read for it and serves nobody else."""
         owner.chats.delete(chat.id)
-        self.library.sweep(self.forget)
+        self._free(chat)
+
+    def _free(self, chat: Chat) -> None:
+        """Free what a deleted chat took and nobody else needs; what cannot be told now is left to `tidy`."""
+        try:
+            self.library.sweep(self.forget)
+        except OSError as error:
+            log.warning("What a deleted chat took is not all freed: %s", error)
 
     def _check_ready(self) -> None:
         """Raises what is wrong where no question can be asked."""

@@ -52,8 +52,8 @@ class HeadPattern:
                     f"{name} = {value!r} in {self.source} must be a whole number of tokens, {least} or more."
                 )
         bits = self.kv_bits
-        if bits is not None and (isinstance(bits, bool) or not isinstance(bits, int | float) or not 4 <= bits <= 8.5):
-            raise BadPattern(f"kv_bits = {bits!r} in {self.source} must be a number of bits, 4 to 8.5.")
+        if bits is not None and (isinstance(bits, bool) or not isinstance(bits, int | float) or not 4 <= bits <= 9):
+            raise BadPattern(f"kv_bits = {str(bits)[:40]!r} in {self.source} must be a number of bits, 4 to 9.")
         scores.setflags(write=False)
         object.__setattr__(self, "scores", scores)
 

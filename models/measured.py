@@ -170,7 +170,9 @@ def measure_heads(
     return MeasuredHeads.join(heads)
 
 
-def choose_wide(mask: np.ndarray, losses: Tensor | None, bits: float, head_dim: int) -> np.ndarray:
+def choose_wide(
+    mask: np.ndarray, losses: Tensor | None, bits: float, head_dim: int, said_by: str = "--kv-bits"
+) -> np.ndarray:
     """As many of the retrieval heads in `mask` as `bits` allow, by the largest losses: bool [layers, kv_heads].
 
     bits: of an element of the history, mean over the retrieval heads, scales included. Without losses the heads are
@@ -178,7 +180,7 @@ def choose_wide(mask: np.ndarray, losses: Tensor | None, bits: float, head_dim: 
     """
     least, most = (8 * kv4.bytes_per_token(head_dim, each) / (2 * head_dim) for each in (4, 8))
     if not least <= bits <= most:
-        raise UnsupportedModel("--kv-bits", bits, f"{least:g} to {most:g} at this model's head size")
+        raise UnsupportedModel(said_by, bits, f"{least:g} to {most:g} at this model's head size")
     heads = np.flatnonzero(mask)
     count = int((bits - least) / (most - least) * len(heads) + 1e-6)
     if losses is None:

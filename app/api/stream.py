@@ -21,7 +21,9 @@ from app.engine.types import Done, Event, Failed, FinishReason, Progress, Queued
 
 KEEP_ALIVE_S = 5.0  # proxies and clients give up on a silent connection, often after 30 s
 _LOOK_S = 0.25  # how soon a client that has gone is noticed
-STALLED_S = 60.0  # a client that takes nothing for so long is taken for one that has gone
+# A client for which nothing could be sent for so long is taken for one that has gone. One that reads slowly makes room
+# in steps, of megabytes in the system's buffers: a minute would cut it off.
+STALLED_S = 600.0
 
 # A loop is an answer cut short, which is what clients take "length" for.
 _REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length", "loop": "length"}

@@ -70,7 +70,8 @@ def resolve_wide(
     bits = settings.kv_bits if settings.kv_bits is not None or pattern is None else pattern.kv_bits
     if bits is None or settings.kv != "kv4" or settings.mode == "endless":
         return None
-    return choose_wide(mask, losses, bits, config.head_dim)
+    said_by = "--kv-bits" if settings.kv_bits is not None or pattern is None else f"kv_bits of {pattern.source}"
+    return choose_wide(mask, losses, bits, config.head_dim, said_by)
 
 
 def _endless_shape(config: ModelConfig, settings: Settings, device: torch.device) -> tuple[np.ndarray, CacheShape]:

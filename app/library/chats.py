@@ -9,7 +9,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,19 @@ class ChatStore:
         self.unread = ""
         self._places: dict[str, dict[bytes, list[int]]] = {}  # chat: by their hash, where its ids lie already
 
-    def save(self, chat: Chat) -> None:
-        """Write a chat as it stands; one without a question is not worth a file."""
+    def save(self, chat: Chat, growing: tuple[str, str] | None = None) -> None:
+        """Write a chat as it stands; one without a question is not worth a file.
+
+        growing: a turn's id and the words of its answer so far, where the chat does not have them yet.
+        """
         if not chat.tree:
             return
         with self._lock:
             chat.title = chat.title or _title(next(iter(chat.tree.values())).question)
-            turns = [_plain(turn, lambda ids: self._place(chat.id, ids)) for turn in list(chat.tree.values())]
+            turns = [
+                _plain(_grown(turn, growing), lambda ids: self._place(chat.id, ids))
+                for turn in list(chat.tree.values())
+            ]
             plain: dict[str, Any] = {"id": chat.id, "title": chat.title, "system": chat.system, "created": chat.created}
             plain |= {"sampling": asdict(chat.sampling), "head": chat.head, "ids_of": chat.ids_of, "turns": turns}
             write_whole(self._path(chat.id), json.dumps(plain, ensure_ascii=False))
@@ -118,8 +124,9 @@ class ChatStore:
         """Forget a chat."""
         if _ID.fullmatch(chat_id):
             with self._lock:
-                for suffix in ("json", "ids"):
-                    (self.folder / f"{chat_id}.{suffix}").unlink(missing_ok=True)
+                self._path(chat_id).unlink(missing_ok=True)
+                with suppress(OSError):  # of no chat any more, they go with the next `tidy`
+                    (self.folder / f"{chat_id}.ids").unlink(missing_ok=True)
                 self._places.pop(chat_id, None)
                 self._known.pop(chat_id, None)
 
@@ -244,6 +251,14 @@ def _beginnings(turns: Sequence[dict[str, Any]]) -> Iterator[tuple[int, int]]:
             yield turn["prompt"][0], turn["prompt"][1]
             if not turn["answered"]:
                 in_front.add(turn["id"])
+
+
+def _grown(turn: Turn, growing: tuple[str, str] | None) -> Turn:
+    """A turn with the words that came since it was written last; ids of such are made anew from them."""
+    if growing is None or growing[0] != turn.id:
+        return turn
+    more = len(growing[1]) > len(turn.answer) and growing[1].startswith(turn.answer)  # else it has ended meanwhile
+    return replace(turn, answer=growing[1], answer_ids=()) if more else turn
 
 
 def _title(question: str) -> str:

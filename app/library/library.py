@@ -103,14 +103,14 @@ class Owner:
         """A saved chat as "md" or "json"; None when it is not there."""
         return self.chats.export(chat_id, kind, self._documents.get)
 
-    def save_chat(self, chat: Chat) -> None:
-        """Write a chat as it stands, and the documents that it has read."""
+    def save_chat(self, chat: Chat, growing: tuple[str, str] | None = None) -> None:
+        """Write a chat as it stands, and the documents that it has read; `growing` as in `ChatStore.save`."""
         documents = {id(s.document): s.document for turn in list(chat.tree.values()) for s in turn.sources}
         with self._documents.naming:
             for document in documents.values():
                 if document.pages:
                     self._documents.put(document)
-            self.chats.save(chat)
+            self.chats.save(chat, growing)
 
     def pinned(self) -> set[str]:
         """Labels of pinned documents."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -29,6 +30,8 @@ from app.local.loaded import Loaded
 from app.model import LoadProgress, OpenModel, open_model
 from app.service import ChatService, MemoryBegins, PlanView, check_numbers, largest_of
 from app.words import plural
+
+log = logging.getLogger(__name__)
 
 _PATIENCE_S = 30.0  # for the last step of an answer whose chat is deleted
 
@@ -348,10 +351,16 @@ class LocalService(ChatService):
     def delete_chat(self, owner: Owner, chat: Chat) -> None:
         if (loaded := self._loaded) is not None:
             loaded.engine.settle(chat.id, _PATIENCE_S)
-        paths = [path for path in chat.paths() if path]
         super().delete_chat(owner, chat)
+
+    def _free(self, chat: Chat) -> None:
+        super()._free(chat)
+        paths = [path for path in chat.paths() if path]
         if paths and (snapshots := self._snapshots) is not None:
-            snapshots.forget_paths(paths, self.library.paths(paths), self.library.named())
+            try:
+                snapshots.forget_paths(paths, self.library.paths(paths), self.library.named())
+            except OSError as error:
+                log.warning("What was read for a deleted chat stays on disk: %s", error)
 
     @property
     def _snapshots(self) -> SnapshotStore | None:

@@ -132,6 +132,10 @@ class RemoteService(ChatService):
 
         return self._submit_body({"messages": messages}, sampling, keep)
 
+    @property
+    def resumes(self) -> bool:
+        return False
+
     def resume(self, chat: Chat, turn_id: str, sampling: SamplingParams | None = None) -> Generation:
         """Raises UsageError: the API has no way to go on with an answer from its last token."""
         raise UsageError("Going on with a cut answer needs Octavo's own engine. Ask for the rest instead.")

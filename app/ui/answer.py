@@ -97,7 +97,7 @@ class Answer:
     ) -> None:
         """Begin in the background, once `after` has ended and the model is there.
 
-        `keep` is called now and then, when the chat has the words that came so far; `ended` is called last.
+        `keep` is called now and then, to save the words that came so far; `ended` is called last.
         """
         run = (service, chat, after, keep, ended)
         threading.Thread(target=self._run, args=run, name="answer", daemon=True).start()
@@ -141,12 +141,10 @@ class Answer:
                 self._generation = generation
                 if self._stop.is_set():
                     generation.cancel()
-            kept_at = time.monotonic()
+            kept_at = 0.0
             for event in generation:
                 self._take(event)
-                if isinstance(event, Token) and time.monotonic() - kept_at >= KEEP_S:
-                    # Without ids: those of a turn that was cut off are made anew from its words.
-                    chat.update(self.turn_id, answer=self.text, answer_ids=(), model=self._model)
+                if isinstance(event, Token) and time.monotonic() - (kept_at or self.began_at) >= KEEP_S:
                     keep()
                     kept_at = time.monotonic()
         except Exception as error:

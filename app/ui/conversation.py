@@ -265,7 +265,8 @@ class Conversation:
             for label, (document, tokens) in list(self._unlisted.items()):
                 self.owner.add(document, tokens)
                 self._unlisted.pop(label, None)
-            self.owner.save_chat(self.chat)
+            running = self.running
+            self.owner.save_chat(self.chat, None if running is None else (running.turn_id, running.text))
             self.unsaved = ""
         except OSError as error:
             if not self.unsaved:  # once, not with every question

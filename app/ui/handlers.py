@@ -137,7 +137,7 @@ class Handlers:
         parts, conversation = self.parts, session.conversation
         what, wanted, value = field(event, "do"), str(field(event, "id") or ""), str(field(event, "value") or "")
         on_turn = what in ("edit", "unedit", "again", "resume", "branch", "fork")
-        if on_turn and conversation.running is not None and what != "fork":
+        if on_turn and (conversation.deleted or (conversation.running is not None and what != "fork")):
             return {}
         if on_turn and what != "unedit" and wanted not in conversation.chat.tree:
             return {}

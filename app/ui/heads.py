@@ -71,15 +71,14 @@ def heads_panel(service: ChatService, loading: Loading, session: gr.State, chang
             elem_id="oc-heads-kv",
         )
         with gr.Row(visible=False, elem_id="oc-heads-numbers") as row:
-            sink = gr.Number(label=_LABELS["--sink-tokens"], precision=0, minimum=0, visible=False)
+            sink = gr.Number(label=_LABELS["--sink-tokens"], precision=0, visible=False)
             recent = gr.Number(
                 label=_LABELS["--recent"],
                 precision=0,
-                minimum=1,
                 visible=False,
                 elem_id="oc-heads-recent",
             )
-            chunk = gr.Number(label=_LABELS["--chunk"], precision=0, minimum=1, visible=False)
+            chunk = gr.Number(label=_LABELS["--chunk"], precision=0, visible=False)
         preview = gr.HTML("", elem_id="oc-costs", apply_default_css=False)
         use = gr.Button(_USE, size="sm", variant="primary", elem_id="oc-use", interactive=False, visible=False)
         note = gr.HTML("", elem_id="oc-use-note", apply_default_css=False)

@@ -21,7 +21,7 @@ from app.words import plural
 _LOOP = "Stopped here: it began to repeat itself. Balanced, or a repetition penalty of 1.1, may help: see Settings."
 
 _INTERRUPTED = {
-    True: "Interrupted: the program ended here. Continue goes on from the last words that were saved.",
+    True: "Interrupted: the program ended here. These are the words that were saved.",
     False: "Interrupted: the program ended here. What was read is kept; ask again to go on.",
 }
 
@@ -69,7 +69,7 @@ def turns(conversation: Conversation, first: int) -> str:
                     {"text": q.text, "found": bool(q.name), "place": told(q, read.get(q.document or ""))}
                     for q in turn.quotes
                 ],
-                "resume": turn.answered and turn.finish_reason in CUT,
+                "resume": turn.answered and turn.finish_reason in CUT and conversation.service.resumes,
             }
         )
     return f'<div data-turns="{escape(json.dumps(facts))}" data-first="{first}" data-chat="{chat.id}"></div>'

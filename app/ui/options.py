@@ -33,21 +33,21 @@ _OF_PRESET = ("temperature", "top_p", "top_k", "min_p")
 
 # Name in SamplingParams, label, step, largest, what it does.
 _NUMBERS = (
-    ("temperature", "Temperature", "0.05", "100", "0 takes the likeliest word; higher numbers vary more."),
+    ("temperature", "Temperature", "0.01", "100", "0 takes the likeliest word; higher numbers vary more."),
     ("top_p", "Top-p", "0.01", "1", "Chooses among the likeliest words that reach this share together; 1 is off."),
     ("top_k", "Top-k", "1", "", "Chooses among this many of the likeliest words; 0 is off."),
     ("min_p", "Min-p", "0.01", "1", "Leaves out words less likely than this share of the likeliest; 0 is off."),
     (
         "repetition_penalty",
         "Repetition penalty",
-        "0.05",
+        "0.01",
         "100",
         "Above 1, words that the answer has used become less likely.",
     ),
     ("seed", "Seed", "1", "", "The same number gives the same answer; empty is another each time."),
     ("max_new_tokens", "Longest answer", "1", "", "In tokens; empty is as long as the context allows."),
 )
-_LEAST = {"repetition_penalty": "0.05", "max_new_tokens": "1"}  # of the others 0
+_LEAST = {"repetition_penalty": "0.01", "max_new_tokens": "1"}  # of the others 0
 _WHOLE = ("top_k", "seed", "max_new_tokens")
 
 

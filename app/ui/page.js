@@ -173,6 +173,7 @@ function write(text) {
 const actions = {
   add: () => picker.click(),
   fresh: () => {
+    giveBack();
     trigger("fresh");
     box()?.focus();
   },
@@ -185,6 +186,7 @@ const actions = {
   earlier: (button) => act("earlier", idOf(button)),
   side: () => side(document.body.dataset.side === "closed", true),
   open: (button) => {
+    giveBack();
     act("open", idOf(button));
     if (narrow.matches) side(false);
   },
@@ -217,7 +219,14 @@ let unsent = ""; // what stood in the question box before a question was edited 
 let edit = ""; // "begun", then "shown" until it ends
 function watchEdit() {
   if (find("[data-do=unedit]")) edit = "shown";
-  else if (edit === "shown") edit = "";
+  else if (edit === "shown") {
+    edit = "";
+    if (unsent && !box().value) write(unsent); // the edited question was sent
+  }
+}
+function giveBack() {
+  if (edit) write(unsent);
+  edit = "";
 }
 
 actions.options = () => act("options");

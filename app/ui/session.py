@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from app.library import Owner
 from app.service import ChatService
+from app.ui.answer import Answer
 from app.ui.conversation import Conversation
 
 # How long a closed tab is remembered with what waits on its shelf; its chat is on disk.
@@ -153,7 +154,7 @@ class Sessions:
             conversation = self._opened(session.owner, chat_id)  # by another tab meanwhile
             if conversation is None and chat is not None:
                 conversation = Conversation(self.service, session.owner, chat)
-        if conversation is not None:
+        if conversation is not None and not conversation.deleted:
             self._replace(session, conversation)
 
     def _opened(self, owner: Owner, chat_id: str) -> Conversation | None:
@@ -203,9 +204,7 @@ class Sessions:
 
         Where the disk does not let go of it (OSError), it is there as before, but for an answer that was stopped.
         """
-        # Pages first: what waits on the shelf was no part of the chat, and goes on waiting where somebody sees it.
-        own = [session for session in list(self._sessions.values()) if session.owner is owner]
-        showing = sorted((s for s in own if s.conversation.chat.id == chat_id), key=lambda s: s.page is None)
+        showing = self._showing(owner, chat_id)
         for session in showing:
             session.conversation.deleted = True
             session.conversation.stop()
@@ -218,12 +217,20 @@ class Sessions:
         except OSError:
             for session in showing:
                 session.conversation.deleted = False
+                session.conversation.save()  # an answer may have ended meanwhile
             raise
         self.changed(owner)
-        for session in showing:
+        for session in self._showing(owner, chat_id):  # another tab may have opened it meanwhile
+            session.conversation.deleted = True
+            session.conversation.stop()
             old, session.draft = session.conversation, Conversation(self.service, owner)
             session.draft.take_over(old)
             session.show(session.draft)
+
+    def _showing(self, owner: Owner, chat_id: str) -> list[Session]:
+        """The sessions that show a chat; those with a page first, so that what waits goes on where somebody sees it."""
+        own = [session for session in list(self._sessions.values()) if session.owner is owner]
+        return sorted((s for s in own if s.conversation.chat.id == chat_id), key=lambda s: s.page is None)
 
     def leave(self, page: str) -> None:
         """The page is closed or reloaded; its answer goes on."""
@@ -239,8 +246,7 @@ class Sessions:
         and that what a full disk did not take is written when there is room."""
         while True:
             await asyncio.sleep(ATTEND_S)
-            if self.service.waiting:
-                self._give_way()
+            self._give_way()
             for session in list(self._sessions.values()):
                 if (conversation := session.conversation).unsaved and conversation.running is None:
                     await asyncio.to_thread(conversation.save)
@@ -248,13 +254,23 @@ class Sessions:
                         self.changed(session.owner)
 
     def _give_way(self) -> None:
-        """Stop an answer that no page has shown for a while. What it has read stays read."""
+        """Where somebody waits who is not such a one himself: stop an answer that no page has shown for a while.
+
+        What it has read stays read. One that is in line holds nobody up.
+        """
         sessions, now = list(self._sessions.values()), time.monotonic()
         watched = {id(session.conversation) for session in sessions if session.page is not None}
+        unwatched: dict[int, Answer] = {}
         for session in sessions:
+            running = session.conversation.running
             gone = session.page is None and now - session.left_at > UNWATCHED_S
-            if gone and id(session.conversation) not in watched:
-                session.conversation.stop()
+            if gone and running is not None and id(session.conversation) not in watched:
+                unwatched[id(running)] = running
+        queued = sum(answer.phase == "queued" for answer in unwatched.values())
+        if self.service.waiting > queued:
+            for answer in unwatched.values():
+                if answer.phase != "queued":
+                    answer.stop()
 
     def _shown(self, conversation: Conversation) -> bool:
         """Whether a page shows a conversation."""

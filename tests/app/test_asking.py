@@ -284,6 +284,55 @@ def test_an_answer_that_nobody_watches_gives_way_to_whoever_waits(desk: Desk, mo
     result_of(use())
 
 
+def test_an_unwatched_question_in_line_takes_nothing_from_a_watched_answer(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_, "UNWATCHED_S", 0.0)
+    going = threading.Event()
+    desk.runner.hook = lambda step, slot: going.wait(10) if step == "decode" else None
+    desk.looked.set()
+
+    async def use() -> None:
+        sessions = desk.handlers.sessions
+        one, two = await desk.tab("one"), await desk.tab("two")
+        for session in (one, two):
+            await desk.ask(session, "What?")
+        first, second = (session.conversation.running for session in (one, two))
+        assert first is not None and second is not None
+        while second.phase != "queued":
+            await asyncio.sleep(0.01)
+        sessions.leave("two")
+        sessions._give_way()
+        assert not first.stopping and not second.stopping
+        sessions.leave("one")  # two that nobody watches, one of them in line: still nobody else waits
+        sessions._give_way()
+        assert not first.stopping and not second.stopping
+        waits = desk.service.converse([Message("user", "And mine?")], SamplingParams(max_new_tokens=1))
+        sessions._give_way()
+        assert first.stopping and not second.stopping
+        going.set()
+        await asyncio.to_thread(list, waits)
+
+    result_of(use())
+
+
+def test_saving_growing_words_leaves_the_ended_answer_alone(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine ends an answer while its last words are still on their way."""
+    monkeypatch.setattr("app.ui.answer.KEEP_S", 0.0)
+
+    async def use() -> None:
+        session = await desk.tab()
+        for number in range(5):
+            await desk.asked(session, f"Question {number}?")
+        saved = session.owner.open_chat(session.conversation.chat.id)
+        assert saved is not None
+        for chat in (session.conversation.chat, saved):
+            for turn in chat.tree.values():
+                assert bytes(turn.answer_ids) == turn.answer.encode() == b"Yes."
+
+    result_of(use())
+
+
 def test_words_that_were_written_outlive_a_killed_program(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.ui.answer.KEEP_S", 0.0)
     desk.runner.answer = lambda prompt: "Once upon a time"
@@ -362,5 +411,45 @@ def test_a_chat_that_the_disk_keeps_is_there_as_before(desk: Desk, monkeypatch: 
         assert len(chat.path(chat.head)) == 2
         await desk.handlers.acted(session, event, REQUEST)
         assert session.conversation.chat is not chat and not session.owner.chats.find()
+
+    result_of(use())
+
+
+def test_a_chat_is_deleted_though_nothing_else_can_be_looked_at(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use() -> None:
+        session = await desk.tab()
+        await desk.asked(session, "First?")
+        chat = session.conversation.chat
+        event: Any = SimpleNamespace(_data={"do": "delete", "id": chat.id})
+        monkeypatch.setattr(desk.service.library, "sweep", _no_room)
+        await desk.handlers.acted(session, event, REQUEST)
+        assert session.conversation.chat is not chat and not session.owner.chats.find()
+
+    result_of(use())
+
+
+def test_a_tab_that_opens_a_chat_while_it_is_deleted_has_none(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use() -> None:
+        one, two = await desk.tab("one"), await desk.tab("two")
+        await desk.asked(one, "First?")
+        chat, sessions = one.conversation.chat, desk.handlers.sessions
+        deleting, gone = desk.service.delete_chat, threading.Event()
+
+        def slow(*about: Any) -> None:
+            assert gone.wait(10)
+            deleting(*about)
+
+        monkeypatch.setattr(desk.service, "delete_chat", slow)
+        work = asyncio.create_task(asyncio.to_thread(sessions.forget, one.owner, chat.id))
+        while not one.conversation.deleted:
+            await asyncio.sleep(0.01)
+        await sessions.show(two, chat.id)
+        assert two.conversation.chat is not chat
+        again: Any = SimpleNamespace(_data={"do": "again", "id": chat.head})
+        await desk.handlers.acted(one, again, REQUEST)
+        assert len(chat.tree) == 1
+        gone.set()
+        await work
+        assert one.conversation.chat is not chat and not one.conversation.deleted and not one.owner.chats.find()
 
     result_of(use())

@@ -124,6 +124,8 @@ def test_edit_again_back_and_fork(site: Site, open_page: Open, texts: Texts) -> 
     state(page, "edit")
     before = site.script.chunks
     _asked(page, "Second, edited?", 2)
+    until(lambda: page.input_value("#oc-question textarea") == "Not sent yet")
+    page.fill("#oc-question textarea", "")
     assert site.script.chunks - before == 1  # the document is not among what was read
     assert "Second question?" not in page.inner_text("#oc-chat")
     assert "2 / 2" in page.inner_text("#oc-chat")

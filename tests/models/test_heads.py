@@ -164,8 +164,8 @@ def test_scores_must_be_finite(score: float) -> None:
         ("1.0\t0.5\n", '{"sink_size": 4, "recent_size": -8}', "recent = -8"),
         ("1.0\t0.5\n", '{"sink_size": 4.5, "recent_size": 8}', "sink = 4.5"),
         ("1.0\t0.5\n", '{"sink_size": 4, "recent_size": 8, "kv_bits": "5"}', "kv_bits = '5'"),
-        ("1.0\t0.5\n", '{"sink_size": 4, "recent_size": 8, "kv_bits": true}', "kv_bits = True"),
-        ("1.0\t0.5\n", '{"sink_size": 4, "recent_size": 8, "kv_bits": 16}', "kv_bits = 16"),
+        ("1.0\t0.5\n", '{"sink_size": 4, "recent_size": 8, "kv_bits": true}', "kv_bits = 'True'"),
+        ("1.0\t0.5\n", '{"sink_size": 4, "recent_size": 8, "kv_bits": 16}', "kv_bits = '16'"),
     ],
 )
 def test_damaged_patterns_are_refused(table: str | None, settings: str | None, message: str, tmp_path: Path) -> None:
