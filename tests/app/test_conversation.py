@@ -26,7 +26,7 @@ def test_a_document_is_ready_where_it_was_read_at_these_settings() -> None:
     entry = Shelved("a", "a.txt", 3, 0.0, 0.0, 5000)
 
     def told(ready: set[str], held: int) -> str:
-        return sidebar.library([entry], ready.__contains__, lambda label: held, lambda tokens: 7.0, held, 0)
+        return sidebar.library([entry], ready, lambda label: held, lambda tokens: 7.0, held, 0)
 
     assert "5,000 tokens, ready (2 MB)" in told({"a"}, 2_000_000)
     assert "5,000 tokens, ready<" in told({"a"}, 0)  # another document counts its files
@@ -37,7 +37,7 @@ def test_a_document_is_ready_where_it_was_read_at_these_settings() -> None:
 
 def test_an_empty_library_promises_what_is_kept() -> None:
     def told(quota: int) -> str:
-        return sidebar.library([], lambda label: False, lambda label: 0, lambda tokens: None, 0, quota)
+        return sidebar.library([], set(), lambda label: 0, lambda tokens: None, 0, quota)
 
     assert "opens at once when another one begins with it" in told(1 << 30)
     assert "at once" not in told(0)
@@ -69,9 +69,7 @@ def test_a_full_disk_stops_no_answer_and_is_told(
         assert conversation.running is None
         assert conversation.chat.turns[0].answer == "Yes."
         assert conversation.unsaved.startswith("This chat is not saved: No space left on device.")
-        shown = sidebar.library(
-            [], service.opens_at_once, service.saved_bytes, service.reading_seconds, 0, 0, conversation.unsaved
-        )
+        shown = sidebar.library([], set(), service.saved_bytes, service.reading_seconds, 0, 0, conversation.unsaved)
         assert "No space left" in shown
         assert 'data-state="error"' in above(conversation) and "This chat is not saved: No space" in above(conversation)
         assert conversation.ask("Again?").finished.wait(10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -64,6 +65,6 @@ def test_terminal_and_page_tell_a_time_alike(seconds: float, told: str) -> None:
     assert duration(seconds) == told
     assert left(seconds) == f", {told} left"
     examiner = SimpleNamespace(at=Progress(1, 2, 0, 1.0, seconds))
-    run = SimpleNamespace(seen=[], test=SimpleNamespace(count=4, examiner=examiner))
-    where = _where(run)  # type: ignore[arg-type]
+    test: Any = SimpleNamespace(count=4, examiner=examiner)
+    where = _where(test, [])
     assert where.endswith(f", {told} left." if seconds >= 1 else "1 of 2 tokens.")
