@@ -46,6 +46,7 @@ class ChatStore:
         self._lock = threading.Lock()
         self._known: dict[str, tuple[int, Listed, str]] = {}  # id: (time of the file, entry, its words)
         self.unread = ""
+        self._deleted: set[str] = set()
         self._places: dict[str, dict[bytes, list[int]]] = {}  # chat: by their hash, where its ids lie already
 
     def save(self, chat: Chat, growing: tuple[str, str] | None = None) -> None:
@@ -56,6 +57,8 @@ class ChatStore:
         if not chat.tree:
             return
         with self._lock:
+            if chat.id in self._deleted:  # while this was on its way
+                return
             chat.title = chat.title or _title(next(iter(chat.tree.values())).question)
             turns = [
                 _plain(_grown(turn, growing), lambda ids: self._place(chat.id, ids))
@@ -125,10 +128,15 @@ class ChatStore:
         if _ID.fullmatch(chat_id):
             with self._lock:
                 self._path(chat_id).unlink(missing_ok=True)
+                self._deleted.add(chat_id)
                 with suppress(OSError):  # of no chat any more, they go with the next `tidy`
                     (self.folder / f"{chat_id}.ids").unlink(missing_ok=True)
                 self._places.pop(chat_id, None)
                 self._known.pop(chat_id, None)
+
+    def deleted(self, chat_id: str) -> bool:
+        """Whether a chat was deleted here; it is not written any more."""
+        return chat_id in self._deleted
 
     def documents(self) -> set[str]:
         """The labels of all documents that any chat has read, damaged chats included.

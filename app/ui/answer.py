@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from app.chat import Chat, Selection, Turn
 from app.engine.generation import Generation
@@ -165,7 +165,8 @@ class Answer:
         """What the chat says of a turn that has ended: which model answered, and why where there is not a word."""
         turn = chat.update(self.turn_id, model=self._model)
         if self.error is not None:
-            said = {} if turn.answered or not self.text else {"answer": self.text}  # what came of it stays to be read
+            more = len(self.text) > len(turn.answer)  # what came of it stays to be read; ids are made anew from it
+            said: dict[str, Any] = {"answer": self.text, "answer_ids": ()} if more else {}
             reason = turn.finish_reason if turn.answered else "failed"
             chat.update(turn.id, finish_reason=reason, error=describe(self.error)[0], **said)
         elif not turn.answered:

@@ -196,7 +196,11 @@ const actions = {
   },
   rename: (button) => rename(button.closest(".oc-item")),
   export: (button) => save(button.closest(".oc-item"), button.dataset.kind),
-  delete: (button) => confirm(`Delete the chat “${titleOf(button)}”?`) && act("delete", idOf(button)),
+  delete: (button) => {
+    if (!confirm(`Delete the chat “${titleOf(button)}”?`)) return;
+    if (button.closest(".oc-item").querySelector("[aria-current]")) giveBack();
+    act("delete", idOf(button));
+  },
   pin: (button) => act("pin", idOf(button), button.dataset.pinned === "true" ? "false" : "true"),
   forget: (button) => {
     const kept = button.dataset.pinned === "true" ? " You asked to keep it whatever the quota." : "";
@@ -207,7 +211,9 @@ const actions = {
     write(unsent);
   },
   turn: (button) => {
+    if (button.dataset.act === "fork") giveBack();
     if (button.dataset.act === "edit") {
+      if (answering()) return; // which the server would not do either
       if (!edit) unsent = box().value;
       edit ||= "begun";
       box().focus();
@@ -225,8 +231,10 @@ function watchEdit() {
   }
 }
 function giveBack() {
-  if (edit) write(unsent);
+  if (!edit) return;
   edit = "";
+  act("unedit");
+  write(unsent);
 }
 
 actions.options = () => act("options");

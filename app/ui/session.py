@@ -152,7 +152,7 @@ class Sessions:
         if conversation is None:
             chat = await asyncio.to_thread(session.owner.open_chat, chat_id)
             conversation = self._opened(session.owner, chat_id)  # by another tab meanwhile
-            if conversation is None and chat is not None:
+            if conversation is None and chat is not None and not session.owner.chats.deleted(chat_id):
                 conversation = Conversation(self.service, session.owner, chat)
         if conversation is not None and not conversation.deleted:
             self._replace(session, conversation)
@@ -204,20 +204,20 @@ class Sessions:
 
         Where the disk does not let go of it (OSError), it is there as before, but for an answer that was stopped.
         """
-        showing = self._showing(owner, chat_id)
-        for session in showing:
-            session.conversation.deleted = True
-            session.conversation.stop()
-        chat = showing[0].conversation.chat if showing else None
+        doomed = [session.conversation for session in self._showing(owner, chat_id)]  # their tabs may go elsewhere
+        for conversation in doomed:
+            conversation.deleted = True
+            conversation.stop()
+        chat = doomed[0].chat if doomed else None
         try:
             if (chat := chat or owner.open_chat(chat_id)) is not None:
                 self.service.delete_chat(owner, chat)
             else:  # damaged: nothing else is known of it
                 owner.chats.delete(chat_id)
         except OSError:
-            for session in showing:
-                session.conversation.deleted = False
-                session.conversation.save()  # an answer may have ended meanwhile
+            for conversation in doomed:
+                conversation.deleted = False
+                conversation.save()  # an answer may have ended meanwhile
             raise
         self.changed(owner)
         for session in self._showing(owner, chat_id):  # another tab may have opened it meanwhile

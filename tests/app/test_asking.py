@@ -453,3 +453,71 @@ def test_a_tab_that_opens_a_chat_while_it_is_deleted_has_none(desk: Desk, monkey
         assert one.conversation.chat is not chat and not one.conversation.deleted and not one.owner.chats.find()
 
     result_of(use())
+
+
+def test_a_tab_that_left_a_chat_undoes_no_other_when_its_deletion_fails(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use() -> None:
+        session = await desk.tab()
+        await desk.asked(session, "First?")
+        conversation, sessions = session.conversation, desk.handlers.sessions
+        put_off, gone = threading.Event(), threading.Event()
+
+        def slow(*_: Any) -> None:
+            put_off.set()
+            assert gone.wait(10)
+            _no_room()
+
+        monkeypatch.setattr(desk.service, "delete_chat", slow)
+        work = asyncio.create_task(asyncio.to_thread(sessions.forget, session.owner, conversation.chat.id))
+        await asyncio.to_thread(put_off.wait, 10)
+        sessions.clear(session)
+        gone.set()
+        with pytest.raises(OSError, match="No space"):
+            await work
+        assert not conversation.deleted and session.conversation is not conversation
+
+    result_of(use())
+
+
+def test_a_deleted_chat_is_not_written_by_what_was_on_its_way(desk: Desk) -> None:
+    async def use() -> None:
+        one, two = await desk.tab("one"), await desk.tab("two")
+        await desk.asked(one, "First?")
+        owner, chat = one.owner, one.conversation.chat
+        await asyncio.to_thread(desk.handlers.sessions.forget, owner, chat.id)
+        owner.save_chat(chat)
+        assert not owner.chats.find()
+        opened = owner.open_chat
+        owner.open_chat = lambda chat_id: opened(chat_id) or chat  # type: ignore[method-assign]  # read before that
+        await desk.handlers.sessions.show(two, chat.id)
+        assert two.conversation.chat is not chat
+
+    result_of(use())
+
+
+def test_words_of_a_continued_answer_that_fails_are_kept(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk.runner.answer = lambda prompt: "One two three"
+
+    def fails(step: str, slot: Any) -> None:
+        if step == "decode" and slot.ids[-4:] == list(b"more"):
+            raise RuntimeError("broken")
+
+    async def use() -> None:
+        session = await desk.tab()
+        session.conversation.chat.sampling = SamplingParams(max_new_tokens=8)
+        await desk.asked(session, "What?")
+        (turn,) = session.conversation.chat.tree.values()
+        assert (turn.answer, turn.finish_reason) == ("One two ", "length")
+        desk.runner.answer, desk.runner.hook = lambda prompt: "and more words", fails
+        session.conversation.chat.sampling = SamplingParams()
+        answer = session.conversation.resume(turn.id)
+        await asyncio.to_thread(answer.finished.wait, 10)
+        saved = session.owner.open_chat(session.conversation.chat.id)
+        assert saved is not None
+        for chat in (session.conversation.chat, saved):
+            (turn,) = chat.tree.values()
+            assert turn.answer.startswith("One two and more"[:15]) and turn.answer_ids == () and turn.error
+
+    result_of(use())

@@ -144,8 +144,13 @@ def test_edit_again_back_and_fork(site: Site, open_page: Open, texts: Texts) -> 
     page.click("[aria-label='Earlier version of question 1']")
     _answers(page, 2)
 
+    page.fill("#oc-question textarea", "For later")
+    page.click("[aria-label='Edit question 2']")
+    until(lambda: page.input_value("#oc-question textarea") == "Second question?")
+    state(page, "edit")
     page.click("[aria-label='Go on from answer 1 in a new chat']")
     _answers(page, 1)
+    until(lambda: page.input_value("#oc-question textarea") == "For later")
     until(lambda: page.locator(CHATS).count() == 2)
     _asked(page, "Elsewhere?", 2)
     page.locator(f"{CHATS} .oc-open").nth(1).click()
