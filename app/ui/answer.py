@@ -99,8 +99,8 @@ class Answer:
 
         `keep` is called now and then, to save the words that came so far; `ended` is called last.
         """
-        run = (service, chat, after, keep, ended)
-        threading.Thread(target=self._run, args=run, name="answer", daemon=True).start()
+        self._keep, self._ended = keep, ended
+        threading.Thread(target=self._run, args=(service, chat, after), name="answer", daemon=True).start()
 
     def stop(self) -> None:
         """Stop at the next chunk or token; does nothing when it has ended."""
@@ -112,14 +112,7 @@ class Answer:
             if self._generation is not None:
                 self._generation.cancel()
 
-    def _run(
-        self,
-        service: ChatService,
-        chat: Chat,
-        after: Answer | None,
-        keep: Callable[[], None],
-        ended: Callable[[Answer], None],
-    ) -> None:
+    def _run(self, service: ChatService, chat: Chat, after: Answer | None) -> None:
         try:
             if after is not None:
                 after.finished.wait()
@@ -145,7 +138,7 @@ class Answer:
             for event in generation:
                 self._take(event)
                 if isinstance(event, Token) and time.monotonic() - (kept_at or self.began_at) >= KEEP_S:
-                    keep()
+                    self._keep()
                     kept_at = time.monotonic()
         except Exception as error:
             self.error = error
@@ -154,7 +147,7 @@ class Answer:
                 log.error("An answer failed", exc_info=self.error)
             try:
                 self._note_end(chat)
-                ended(self)
+                self._ended(self)
             finally:
                 with self._lock:
                     self.finished.set()

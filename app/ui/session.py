@@ -248,7 +248,8 @@ class Sessions:
             await asyncio.sleep(ATTEND_S)
             self._give_way()
             for session in list(self._sessions.values()):
-                if (conversation := session.conversation).unsaved and conversation.running is None:
+                conversation = session.conversation
+                if conversation.unsaved and conversation.running is None and not conversation.deleted:
                     await asyncio.to_thread(conversation.save)
                     if not conversation.unsaved:
                         self.changed(session.owner)

@@ -61,6 +61,10 @@ class Desk:
         self.looked.clear()
         self.looking.clear()
 
+    async def delete(self, session: Session, chat_id: str) -> None:
+        event: Any = SimpleNamespace(_data={"do": "delete", "id": chat_id})
+        await self.handlers.acted(session, event, REQUEST)
+
     async def meanwhile(self, session: Session, question: str, what: Any) -> list[Any]:
         """Ask, do something while the question is looked at, and wait for what the page is sent."""
         asking = asyncio.create_task(self.ask(session, question))
@@ -401,15 +405,14 @@ def test_a_chat_that_the_disk_keeps_is_there_as_before(desk: Desk, monkeypatch: 
         session = await desk.tab()
         await desk.asked(session, "First?")
         chat = session.conversation.chat
-        event: Any = SimpleNamespace(_data={"do": "delete", "id": chat.id})
         with monkeypatch.context() as readonly:
             readonly.setattr(type(session.owner.chats), "delete", _no_room)
-            await desk.handlers.acted(session, event, REQUEST)
+            await desk.delete(session, chat.id)
             assert session.conversation.chat is chat and not session.conversation.deleted
             assert "The disk is full" in desk.handlers.draw.plan_strip(session)
         await desk.asked(session, "Second?")
         assert len(chat.path(chat.head)) == 2
-        await desk.handlers.acted(session, event, REQUEST)
+        await desk.delete(session, chat.id)
         assert session.conversation.chat is not chat and not session.owner.chats.find()
 
     result_of(use())
@@ -420,9 +423,8 @@ def test_a_chat_is_deleted_though_nothing_else_can_be_looked_at(desk: Desk, monk
         session = await desk.tab()
         await desk.asked(session, "First?")
         chat = session.conversation.chat
-        event: Any = SimpleNamespace(_data={"do": "delete", "id": chat.id})
         monkeypatch.setattr(desk.service.library, "sweep", _no_room)
-        await desk.handlers.acted(session, event, REQUEST)
+        await desk.delete(session, chat.id)
         assert session.conversation.chat is not chat and not session.owner.chats.find()
 
     result_of(use())
