@@ -8,9 +8,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any, Literal, TypeVar
 from uuid import uuid4
+
+import numpy as np
 
 from app.documents import Document
 from app.engine.generation import Generation
@@ -93,6 +96,12 @@ class Turn:
     passages: tuple[Passage, ...] = ()  # where question and answer looked, the strongest first
     quotes: tuple[Quote, ...] = ()
     model: str = ""  # that answered
+
+    @cached_property
+    def digests(self) -> tuple[bytes, bytes]:
+        """Of `prompt_ids` and `answer_ids`, made once: a chat is saved every few seconds, and there may be millions."""
+        prompt, answer = (np.asarray(ids, dtype=np.int32).tobytes() for ids in (self.prompt_ids, self.answer_ids))
+        return hashlib.sha256(prompt).digest(), hashlib.sha256(answer).digest()
 
 
 @dataclass(eq=False)

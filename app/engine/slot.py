@@ -33,6 +33,7 @@ class Slot:
         self._runner = runner
         self._prompt = prompt
         self._cache = cache
+        self._documents = [mark for mark in marks if mark.label]
         self._marks = [mark for mark in marks if cache.length < mark.position < len(prompt)]
         self._saved_at = time.monotonic()
         self.cached = cache.length
@@ -139,7 +140,9 @@ class Slot:
             return
         ids = np.asarray(self._ids, dtype=np.int64)
         if labels or len(ids) - snapshots.length(ids) >= LEAST_TOKENS:
-            snapshots.save(ids, self._cache.fork(), labels, wait)
+            begun = 1 + sum(mark.position < len(ids) for mark in self._documents)  # one may be read in part
+            holds = [mark.label for mark in self._documents[:begun]]
+            snapshots.save(ids, self._cache.fork(), labels, wait, holds)
 
     def publish(self, chat_id: str) -> None:
         """Keeps the committed tokens for the chat's next turn; the slot must not be used after it.

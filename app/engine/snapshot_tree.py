@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import time
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,13 @@ class SnapshotTree:
             if parent and parent not in self.saved:
                 self.delete(key, files=not self.path(parent).exists())
 
+    def add(self, path: Path, snapshot: Snapshot) -> None:
+        """Take in a file that was just written; it goes where what it builds on was deleted meanwhile."""
+        if snapshot.parent and snapshot.parent not in self.saved:
+            path.unlink(missing_ok=True)
+        else:
+            self.saved[snapshot.key] = Saved(path, snapshot, time.time())
+
     def _children(self, key: str, kind: str) -> list[Saved]:
         found = [s for s in self.saved.values() if s.snapshot.parent == key and s.snapshot.kind == kind]
         return sorted(found, key=lambda saved: saved.snapshot.length)
@@ -129,7 +137,8 @@ class SnapshotTree:
             if found.get(parent) == "" and found[saved.snapshot.key]:
                 found[parent] = found[saved.snapshot.key]
         for saved in order:
-            found[saved.snapshot.key] = found[saved.snapshot.key] or found.get(saved.snapshot.parent, "")
+            last = saved.snapshot.holds[-1] if saved.snapshot.holds else found.get(saved.snapshot.parent, "")
+            found[saved.snapshot.key] = found[saved.snapshot.key] or last
         return found
 
     def release(self, keys: set[str], wanted: Container[str]) -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from app.engine.snapshot_tree import Saved, SnapshotTree, key_after
+from app.engine.snapshot_tree import SnapshotTree, key_after
 from app.words import size
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
-from models.cache.snapshot import Snapshot, read_chain, write_snapshot
+from models.cache.snapshot import Snapshot, add_labels, read_chain, write_snapshot
 from models.errors import BadSnapshot
 from models.files import sweep
 
@@ -34,6 +34,7 @@ class _Job:
     ids: np.ndarray
     cache: DuoCache
     labels: tuple[str, ...]
+    holds: tuple[str, ...]
     ready: torch.cuda.Event | None
 
 
@@ -107,16 +108,24 @@ class SnapshotStore:
                     _touch(path, now)
         return cache
 
-    def save(self, ids: np.ndarray, cache: DuoCache, labels: Sequence[str] = (), wait: bool = False) -> None:
+    def save(
+        self,
+        ids: np.ndarray,
+        cache: DuoCache,
+        labels: Sequence[str] = (),
+        wait: bool = False,
+        holds: Sequence[str] = (),
+    ) -> None:
         """Write `cache`, which holds exactly `ids`, as far as it is not on disk; takes the cache over.
 
+        `labels` name the documents that end in it, `holds` all those that it holds something of, in their order.
         A newer one replaces waiting ones without labels. When too many wait this one is let go, unless `wait`.
         """
         ready = None
         if cache.pool.device.type == "cuda":
             ready = torch.cuda.Event()
             ready.record()
-        job = _Job(ids, cache, tuple(labels), ready)
+        job = _Job(ids, cache, tuple(labels), tuple(holds), ready)
         with self._changed:
             for old in [old for old in self._jobs if not old.labels]:
                 self._jobs.remove(old)
@@ -156,11 +165,11 @@ class SnapshotStore:
         self._thread.join()
 
     def forget(self, label: str, wanted: Container[str]) -> None:
-        """Delete what was read of a document and what builds on it, where no other document in `wanted` does."""
-        self._give_up(lambda job: label in job.labels)
+        """Delete what was read of a document, also a part, and what builds on it, where no other in `wanted` does."""
+        self._give_up(lambda job: _is_of(job, label))
         with self._changed:
             keys: set[str] = set()
-            for key in [key for key, saved in self._tree.saved.items() if label in saved.snapshot.labels]:
+            for key in [key for key, saved in self._tree.saved.items() if _is_of(saved.snapshot, label)]:
                 keys.update(self._tree.ancestry(key), self._tree.offspring(key))
             self._tree.release(keys, wanted)
 
@@ -188,7 +197,7 @@ class SnapshotStore:
         """Bytes on disk of what was read of a document; of everything without a label.
 
         Every file counts for one document: the one that ends in it, else the next that builds on it, else the last
-        that it builds on. So documents that share a beginning are not counted twice.
+        that it holds or builds on. So documents that share a beginning are not counted twice.
         """
         with self._changed:
             if label is None:
@@ -237,6 +246,10 @@ class SnapshotStore:
         parent = chain[-1].snapshot if chain else None
         start = parent.length if parent else 0
         new = len(job.ids) - start
+        if parent and not new and not set(job.labels) <= set(parent.labels):  # the same pages of another document
+            path = chain[-1].path
+            self._add(path, add_labels(path, parent, job.labels, job.holds))
+            return
         if len(job.ids) < LEAST_TOKENS or new < (1 if job.labels else LEAST_TOKENS):
             return
         first, blocks = parent.last if parent else 0, len(job.cache.blocks)
@@ -259,6 +272,7 @@ class SnapshotStore:
             "start": start,
             "first": first,
             "labels": job.labels,
+            "holds": job.holds,
         }
         path = self._tree.path(key)
         if job.ready is None:
@@ -269,8 +283,11 @@ class SnapshotStore:
             with torch.cuda.stream(stream):
                 snapshot = write_snapshot(path, job.cache, about, self._go_on)
         if snapshot is not None:
-            with self._changed:
-                self._tree.saved[snapshot.key] = Saved(path, snapshot, time.time())
+            self._add(path, snapshot)
+
+    def _add(self, path: Path, snapshot: Snapshot) -> None:
+        with self._changed:
+            self._tree.add(path, snapshot)
 
     def _go_on(self) -> bool:
         return not self._dropping
@@ -278,6 +295,11 @@ class SnapshotStore:
     def _note(self, text: str) -> None:
         log.warning("%s", text)
         self.notes.append(text)
+
+
+def _is_of(read: _Job | Snapshot, label: str) -> bool:
+    """Whether what was read holds something of a document."""
+    return label in read.holds or label in read.labels  # files of before `holds` was written have labels only
 
 
 def _begins(path: np.ndarray, ids: np.ndarray) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +59,7 @@ class ChatStore:
             if chat.id in self._deleted:  # while this was on its way
                 return
             chat.title = chat.title or _title(next(iter(chat.tree.values())).question)
-            turns = [
-                _plain(_grown(turn, growing), lambda ids: self._place(chat.id, ids))
-                for turn in list(chat.tree.values())
-            ]
+            turns = [self._plain(chat.id, turn) | _grown(turn, growing) for turn in list(chat.tree.values())]
             plain: dict[str, Any] = {"id": chat.id, "title": chat.title, "system": chat.system, "created": chat.created}
             plain |= {"sampling": asdict(chat.sampling), "head": chat.head, "ids_of": chat.ids_of, "turns": turns}
             write_whole(self._path(chat.id), json.dumps(plain, ensure_ascii=False))
@@ -76,9 +72,13 @@ class ChatStore:
         chat = self._chat(plain, document_of)
         places = self._places.setdefault(chat_id, {})
         for turn, entry in zip(chat.tree.values(), plain["turns"], strict=True):
-            for ids, place in ((turn.prompt_ids, entry["prompt"]), (turn.answer_ids, entry["ids"])):
+            prompt, answer = turn.digests
+            for ids, digest, place in (
+                (turn.prompt_ids, prompt, entry["prompt"]),
+                (turn.answer_ids, answer, entry["ids"]),
+            ):
                 if len(ids) == place[1]:  # else they could not be read, and are not there
-                    places[_hash(_bytes(ids))] = place
+                    places[digest] = place
         return chat
 
     def _chat(self, plain: dict[str, Any], document_of: Callable[[str], Document | None]) -> Chat:
@@ -115,13 +115,18 @@ class ChatStore:
                 found.append(entry[0])
         return sorted(found, key=lambda listed: listed.updated, reverse=True)
 
-    def rename(self, chat_id: str, title: str) -> None:
-        """Give a chat another title; an empty one changes nothing."""
+    def rename(self, chat_id: str, title: str, opened: Iterable[Chat] = ()) -> None:
+        """Give a chat another title, also where it is `opened`, before a save can write the old one back.
+
+        An empty one changes nothing.
+        """
         title = " ".join(title.split())[:200]
         with self._lock:
             plain = self._read(chat_id)
             if plain is not None and title:
                 write_whole(self._path(chat_id), json.dumps(plain | {"title": title}, ensure_ascii=False))
+                for chat in opened:
+                    chat.title = title
 
     def delete(self, chat_id: str) -> None:
         """Forget a chat."""
@@ -206,17 +211,32 @@ class ChatStore:
             known = self._known[path.stem] = (changed, listed, "\n".join(parts).casefold())
         return known[1], known[2]
 
-    def _place(self, chat_id: str, ids: tuple[int, ...]) -> list[int]:
+    def _plain(self, chat_id: str, turn: Turn) -> dict[str, Any]:
+        sources = [
+            {"document": s.label, "name": s.document.name, "first_page": s.first_page, "last_page": s.last_page}
+            for s in turn.sources
+        ]
+        names = ("id", "parent", "question", "answer", "finish_reason", "answered", "error", "at", "model")
+        said = {name: getattr(turn, name) for name in names}
+        said |= {"passages": [asdict(p) for p in turn.passages], "quotes": [asdict(q) for q in turn.quotes]}
+        prompt, answer = turn.digests
+        places = {
+            "prompt": self._place(chat_id, turn.prompt_ids, prompt),
+            "ids": self._place(chat_id, turn.answer_ids, answer),
+        }
+        return said | {"sources": sources} | places
+
+    def _place(self, chat_id: str, ids: tuple[int, ...], digest: bytes) -> list[int]:
         """[offset, count, CRC-32] of ids in the chat's file; what is there already is not written again."""
-        places, data = self._places.setdefault(chat_id, {}), _bytes(ids)
-        key = _hash(data)
-        if key not in places:
+        places = self._places.setdefault(chat_id, {})
+        if digest not in places:
+            data = _bytes(ids)
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with (self.folder / f"{chat_id}.ids").open("ab") as file:
                 start = file.tell()
                 file.write(data)
-            places[key] = [start, len(ids), zlib.crc32(data)]  # only now: a full disk may have taken a part of it
-        return places[key]
+            places[digest] = [start, len(ids), zlib.crc32(data)]  # only now: a full disk may have taken a part of it
+        return places[digest]
 
     def _ids(self, chat_id: str, start: int = 0, size: int = -1) -> bytes:
         try:
@@ -229,10 +249,6 @@ class ChatStore:
 
 def _bytes(ids: Sequence[int]) -> bytes:
     return np.asarray(ids, dtype="<i4").tobytes()
-
-
-def _hash(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
 
 
 def _is_chat(plain: dict[str, Any]) -> bool:
@@ -261,28 +277,17 @@ def _beginnings(turns: Sequence[dict[str, Any]]) -> Iterator[tuple[int, int]]:
                 in_front.add(turn["id"])
 
 
-def _grown(turn: Turn, growing: tuple[str, str] | None) -> Turn:
-    """A turn with the words that came since it was written last; ids of such are made anew from them."""
+def _grown(turn: Turn, growing: tuple[str, str] | None) -> dict[str, Any]:
+    """What the words change that came since a turn was written last; ids of such are made anew from them."""
     if growing is None or growing[0] != turn.id:
-        return turn
+        return {}
     more = len(growing[1]) > len(turn.answer) and growing[1].startswith(turn.answer)  # else it has ended meanwhile
-    return replace(turn, answer=growing[1], answer_ids=()) if more else turn
+    return {"answer": growing[1], "ids": [0, 0, 0]} if more else {}
 
 
 def _title(question: str) -> str:
     words = " ".join(question.split())
     return words if len(words) <= _TITLE else words[:_TITLE].rsplit(" ", 1)[0] + "\u2026"
-
-
-def _plain(turn: Turn, place: Callable[[tuple[int, ...]], list[int]]) -> dict[str, Any]:
-    sources = [
-        {"document": s.label, "name": s.document.name, "first_page": s.first_page, "last_page": s.last_page}
-        for s in turn.sources
-    ]
-    names = ("id", "parent", "question", "answer", "finish_reason", "answered", "error", "at", "model")
-    said = {name: getattr(turn, name) for name in names}
-    said |= {"passages": [asdict(p) for p in turn.passages], "quotes": [asdict(q) for q in turn.quotes]}
-    return said | {"sources": sources, "prompt": place(turn.prompt_ids), "ids": place(turn.answer_ids)}
 
 
 def _turn(entry: dict[str, Any], documents: dict[str, Document | None], ids: bytes) -> Turn:

@@ -199,8 +199,7 @@ class Handlers:
         owner = session.owner
         match what:
             case "rename":
-                owner.chats.rename(wanted, value)
-                self.sessions.rename(owner, wanted)
+                self.sessions.rename(owner, wanted, value)
             case "delete":
                 self.sessions.forget(owner, wanted)
             case "pin":

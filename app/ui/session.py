@@ -191,13 +191,10 @@ class Sessions:
         own = [s.conversation for s in list(self._sessions.values()) if s.owner is owner]
         return {conversation.chat.id for conversation in own if conversation.running is not None}
 
-    def rename(self, owner: Owner, chat_id: str) -> None:
-        """A chat has another title on disk: open ones take it over."""
+    def rename(self, owner: Owner, chat_id: str, title: str) -> None:
+        """Give a chat another title, also where a tab shows it."""
+        owner.chats.rename(chat_id, title, [s.conversation.chat for s in self._showing(owner, chat_id)])
         self.changed(owner)
-        titles = {listed.id: listed.title for listed in owner.chats.find()}
-        for session in list(self._sessions.values()):
-            if session.owner is owner and session.conversation.chat.id == chat_id:
-                session.conversation.chat.title = titles.get(chat_id, session.conversation.chat.title)
 
     def forget(self, owner: Owner, chat_id: str) -> None:
         """Stop a chat and delete it; the tabs that show it begin a new one.

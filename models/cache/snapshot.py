@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from models.cache.pool import BlockPool
 from models.errors import BadSnapshot
 from models.files import writing
 
-VERSION = 3  # raise it when what a cache holds, or how it is stored, changes: older files are then read no more
+# Raise it when what a cache holds, or how it is stored, changes: older files are then read no more. A field of the
+# footer that has a default may be added without, and a file may lack it.
+VERSION = 3
 
 _MAGIC = b"OCTAVOKV"
 _END = struct.Struct("<II8s")
@@ -39,7 +42,8 @@ class Snapshot:
     """A file's footer.
 
     key: of this state; parent: of the state it builds on, "" for none. Tokens `start` to `length` are this file's
-    stretch, packed blocks `first` to `last` what it holds of them. `labels` say what ends here.
+    stretch, packed blocks `first` to `last` what it holds of them. `labels` say what ends here, `holds` what was
+    read up to here, wholly or in part.
     """
 
     key: str
@@ -53,6 +57,7 @@ class Snapshot:
     exact: tuple[int, ...]
     checksums: tuple[int, ...]
     labels: tuple[str, ...] = ()
+    holds: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -84,11 +89,25 @@ def write_snapshot(path: Path, cache: DuoCache, about: dict[str, Any], go_on: Ca
                 exact=tuple(tensor.nbytes for tensor in cache.exact()),
                 checksums=tuple(checksums),
             )
-            footer = json.dumps(asdict(snapshot)).encode()
-            file.write(footer + _END.pack(zlib.crc32(footer), len(footer), _MAGIC))
+            file.write(_footer(snapshot))
         return snapshot
     except _GivenUp:
         return None
+
+
+def add_labels(path: Path, snapshot: Snapshot, labels: Sequence[str], holds: Sequence[str]) -> Snapshot:
+    """Have a file say that more ends here. Its data stays as it is, for whoever reads it just now."""
+    more = replace(
+        snapshot,
+        labels=tuple(dict.fromkeys((*snapshot.labels, *labels))),
+        holds=tuple(dict.fromkeys((*snapshot.holds, *holds))),
+    )
+    with path.open("rb") as old, writing(path) as file:
+        shutil.copyfileobj(old, file, _PIECE)
+        file.seek(len(_MAGIC) + snapshot.bytes)
+        file.truncate()
+        file.write(_footer(more))
+    return more
 
 
 class _GivenUp(Exception):
@@ -115,7 +134,8 @@ def read_footer(path: Path) -> Snapshot:
     if zlib.crc32(footer) != crc:
         raise BadSnapshot(f"The footer of {path.name} is damaged.")
     values: dict[str, Any] = json.loads(footer)
-    if not isinstance(values, dict) or set(values) != {field.name for field in fields(Snapshot)}:
+    known = {field.name: field.default is MISSING for field in fields(Snapshot)}  # and whether it must be there
+    if not isinstance(values, dict) or not {name for name in known if known[name]} <= values.keys() <= known.keys():
         raise BadSnapshot(f"{path.name} is of another version.")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     snapshot = Snapshot(**values)
@@ -150,6 +170,11 @@ def read_chain(
     except BaseException:
         cache.release()
         raise
+
+
+def _footer(snapshot: Snapshot) -> bytes:
+    footer = json.dumps(asdict(snapshot)).encode()
+    return footer + _END.pack(zlib.crc32(footer), len(footer), _MAGIC)
 
 
 def _step(block_bytes: int) -> int:

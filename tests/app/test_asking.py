@@ -14,6 +14,7 @@ import pytest
 from app.config import Settings
 from app.conversation import Message
 from app.engine.types import SamplingParams
+from app.library.chats import ChatStore
 from app.local import LocalService
 from app.model import OpenModel
 from app.ui import session as session_
@@ -333,6 +334,39 @@ def test_saving_growing_words_leaves_the_ended_answer_alone(desk: Desk, monkeypa
         for chat in (session.conversation.chat, saved):
             for turn in chat.tree.values():
                 assert bytes(turn.answer_ids) == turn.answer.encode() == b"Yes."
+
+    result_of(use())
+
+
+def test_a_chat_is_renamed_though_its_answer_is_saved_meanwhile(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use() -> None:
+        session = await desk.tab()
+        await desk.asked(session, "What?")
+        conversation, rename = session.conversation, ChatStore.rename
+
+        def then_save(*args: Any) -> None:
+            rename(*args)
+            conversation.save()
+
+        monkeypatch.setattr(ChatStore, "rename", then_save)
+        event: Any = SimpleNamespace(_data={"do": "rename", "id": conversation.chat.id, "value": "Another title"})
+        await desk.handlers.acted(session, event, REQUEST)
+        conversation.save()
+        assert conversation.chat.title == "Another title"
+        assert [listed.title for listed in session.owner.chats.find()] == ["Another title"]
+
+    result_of(use())
+
+
+def test_a_title_that_the_disk_does_not_take_is_not_shown(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use() -> None:
+        session = await desk.tab()
+        await desk.asked(session, "What?")
+        monkeypatch.setattr("app.library.chats.write_whole", _no_room)
+        event: Any = SimpleNamespace(_data={"do": "rename", "id": session.conversation.chat.id, "value": "Another"})
+        await desk.handlers.acted(session, event, REQUEST)
+        assert session.conversation.chat.title == "What?"
+        assert "The disk is full" in session.refusal[1]
 
     result_of(use())
 

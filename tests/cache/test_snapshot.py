@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kernels.kv4_pack import KV4_LAYOUT
+from models.cache import snapshot as snapshot_module
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
 from models.cache.shape import CacheShape
@@ -107,6 +108,25 @@ def test_blocks_in_memory_are_shared_and_never_written_again(tmp_path):
     assert pool.free == free
 
 
+def test_a_file_of_before_a_field_was_added_is_read(tmp_path, monkeypatch):
+    pool = BlockPool(SHAPES["kv4"], 8, torch.device("cpu"))
+    cache = DuoCache(pool)
+    _attend(SHAPES["kv4"], cache, 0, 700)
+    written = snapshot_module.asdict
+    for gone, reads in (("holds", True), ("parent", False)):
+        monkeypatch.setattr(
+            snapshot_module, "asdict", lambda s, gone=gone: {k: v for k, v in written(s).items() if k != gone}
+        )
+        path = tmp_path / f"{gone}.kv"
+        saved = write_snapshot(path, cache, _about(gone), lambda: True)
+        if reads:
+            assert read_footer(path) == saved
+        else:
+            with pytest.raises(BadSnapshot, match="another version"):
+                read_footer(path)
+    cache.release()
+
+
 @pytest.mark.parametrize("at", [9, 4000, -20000, -200, -20, -12, -5])
 def test_any_damaged_byte_is_found_and_nothing_is_taken(tmp_path, at):
     pool = BlockPool(SHAPES["kv4"], 8, torch.device("cpu"))
@@ -165,8 +185,9 @@ def test_dump_and_fill_are_inverse_for_every_format():
 
 
 # What a file of each VERSION holds. Where this test fails, the stored format has changed: raise VERSION in
-# models/cache/snapshot.py, so that older files are read no more, and put the new hash here.
-FORMATS = {3: "85a147c72bed8f3f"}
+# models/cache/snapshot.py, so that older files are read no more, and put the new hash here. Where but a field with a
+# default was added to the footer, older files are read: the hash alone is another.
+FORMATS = {3: "b4fc7676bb127618"}
 
 
 def _codes(*size):

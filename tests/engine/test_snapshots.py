@@ -23,6 +23,7 @@ from models.build import load_decoder
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
 from models.cache.shape import CacheShape
+from models.cache.snapshot import write_snapshot
 from models.checkpoint import open_checkpoint
 from models.fingerprint import fingerprint
 from models.heads import HeadPattern
@@ -214,6 +215,55 @@ def test_a_stopped_prefill_is_saved_too(tmp_path, prose_ids):
     runner.close()
 
 
+def _stopped(runner, prompt, marks, tokens):
+    """Read so many tokens of a prompt, then stop."""
+    slot = runner.start(prompt, marks)
+    while slot.length < tokens:
+        slot.prefill(prompt[slot.length : min(tokens, slot.length + 300)])
+    slot.publish("api a")
+    runner.snapshots.flush()
+
+
+def test_what_was_read_of_a_document_before_a_stop_goes_with_it(tmp_path, prose_ids):
+    runner = _build(tmp_path)
+    prompt, marks = prose_ids[:1800], (Mark(700, "A"), Mark(1700, "B"))
+    _stopped(runner, prompt, marks, 600)
+    assert runner.known(prompt) == (600, 600)
+    assert runner.snapshots.labels() == frozenset() and runner.snapshots.bytes_of("A") > 0
+    runner.snapshots.forget("B", {"A"})
+    assert runner.known(prompt)[1] == 600
+    _stopped(runner, prompt, marks, 1500)
+    assert runner.snapshots.bytes_of("B") > 0
+    runner.snapshots.forget("B", {"A"})
+    assert _lengths(runner.snapshots) == [600, 700]  # as far as A needs it
+    runner.snapshots.forget("A", {"B"})
+    assert runner.snapshots.bytes_of() == 0
+    runner.close()
+
+
+def test_an_answer_goes_with_its_document_though_the_documents_end_is_not_on_disk(tmp_path, prose_ids):
+    runner = _build(tmp_path)
+    document, marks = prose_ids[:700], (Mark(700, "A"),)
+    _ask(runner, document + prose_ids[4000:4100], marks, steps=1)
+    runner.snapshots.flush()
+    runner.snapshots.drop(lambda snapshot: True)  # for others, which needed the room
+    assert _ask(runner, document + prose_ids[5000:5600], marks, steps=1)[0] == 700
+    runner.snapshots.flush()
+    assert _lengths(runner.snapshots) == [1300 + 1]
+    runner.snapshots.forget("A", set())
+    assert _lengths(runner.snapshots) == []
+    runner.close()
+
+
+def test_a_deleted_chat_takes_along_where_it_was_stopped_amid_a_document(tmp_path, prose_ids):
+    runner = _build(tmp_path)
+    prompt = prose_ids[:1800]
+    _stopped(runner, prompt, (Mark(1700, "A"),), 900)
+    runner.snapshots.forget_paths([prompt], [], {"A"})
+    assert runner.snapshots.bytes_of() == 0
+    runner.close()
+
+
 def test_a_full_pool_takes_back_what_waits_to_be_written(tmp_path, prose_ids, monkeypatch):
     runner = _build(tmp_path)
     monkeypatch.setattr(slot_module, "CHECKPOINT_S", 0.0)
@@ -400,6 +450,42 @@ def test_what_waits_to_be_written_for_a_deleted_chat_is_not(tmp_path, pool, monk
     store.forget_paths([more], [], set())
     store.flush()
     assert _lengths(store) == []
+    store.close()
+
+
+def test_two_documents_of_the_same_tokens_are_stored_once_and_each_keeps_them(tmp_path, pool):
+    store = SnapshotStore(tmp_path, "kind", 1 << 40)
+    ids = np.arange(2000)
+    _save(store, pool, ids[:1000], "a")
+    _save(store, pool, ids, "c")
+    size, chain = store.bytes_of(), store.find(np.append(ids, 0))
+    _save(store, pool, ids[:1000], "b")
+    assert store.labels() == {"a", "b", "c"} and store.bytes_of() == size
+    store.read(chain, pool, (), lambda tokens: None).release()  # as it was found before: the data is the same
+    store.forget("c", {"a", "b"})
+    store.forget("a", {"b"})
+    store.close()
+    again = SnapshotStore(tmp_path, "kind", 1 << 40)
+    assert _lengths(again) == [1000] and "b" in again.labels()
+    again.forget("b", {"a"})  # which is on a list again
+    assert _lengths(again) == [1000]
+    again.forget("b", set())
+    assert list(tmp_path.iterdir()) == []
+    again.close()
+
+
+def test_what_is_written_while_its_parent_is_forgotten_goes_too(tmp_path, pool, monkeypatch):
+    store = SnapshotStore(tmp_path, "kind", 1 << 40)
+    ids = np.arange(4000)
+    _save(store, pool, ids[:2000], "a")
+
+    def meanwhile(*args):
+        store.forget("a", set())
+        return write_snapshot(*args)
+
+    monkeypatch.setattr("app.engine.snapshots.write_snapshot", meanwhile)
+    _save(store, pool, ids)
+    assert _lengths(store) == [] and list(tmp_path.iterdir()) == []
     store.close()
 
 

@@ -6,7 +6,9 @@ import gc
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from app.chat import Chat, Selection, Turn
@@ -232,6 +234,26 @@ def test_chats_are_found_renamed_exported_and_deleted(tmp_path: Path, document: 
         owner.chats.delete(nonsense)
     owner.chats.delete(chat.id)
     assert [listed.id for listed in owner.chats.find()] == [other.id]
+
+
+def test_a_save_looks_at_the_ids_of_new_turns_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words of an answer are saved every few seconds, and the ids in front of it may be millions."""
+    owner, chat = Library(tmp_path).owner("a secret"), Chat()
+    chat.add(Turn("First?", (), (1, 2), (3,), "Yes.", "stop"))
+    running = chat.add(Turn("Then?", (), (4, 5), (), "", "running", answered=False))
+    owner.save_chat(chat)
+    looked: list[Any] = []
+    ids_of = np.asarray
+    monkeypatch.setattr(np, "asarray", lambda ids, *args, **types: (looked.append(ids), ids_of(ids, *args, **types))[1])
+    for words in ("A", "A word"):
+        owner.save_chat(chat, (running.id, words))
+    assert looked == []
+    chat.update(running.id, answer_ids=(6,), answer="A word.", finish_reason="stop", answered=True)
+    owner.save_chat(chat)
+    assert (6,) in looked and (1, 2) not in looked
+    monkeypatch.undo()
+    saved = owner.open_chat(chat.id)
+    assert saved is not None and saved.token_ids == (1, 2, 3, 4, 5, 6)
 
 
 @pytest.mark.parametrize(("name", "part"), [("notes.txt", "page"), ("retry.py", "part")])
