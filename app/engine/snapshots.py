@@ -53,6 +53,7 @@ class SnapshotStore:
         self._writing: _Job | None = None
         self._dropping = False
         self._closed = False
+        self._forgotten: set[str] = set()  # labels; requests that hold these documents may still run
         self._changed = threading.Condition()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         sweep(folder)
@@ -132,7 +133,7 @@ class SnapshotStore:
                 old.cache.release()
             while wait and len(self._jobs) >= WAITING and not self._closed:
                 self._changed.wait()
-            if len(self._jobs) >= WAITING or self._closed:
+            if len(self._jobs) >= WAITING or self._closed or self._forgotten.intersection(job.holds):
                 cache.release()
                 return
             self._jobs.append(job)
@@ -164,8 +165,15 @@ class SnapshotStore:
             self._changed.notify_all()
         self._thread.join()
 
+    def expect(self, labels: Iterable[str]) -> None:
+        """Somebody asks about documents: what is read of them is kept again, where they were forgotten before."""
+        with self._changed:
+            self._forgotten.difference_update(labels)
+
     def forget(self, label: str, wanted: Container[str]) -> None:
         """Delete what was read of a document, also a part, and what builds on it, where no other in `wanted` does."""
+        with self._changed:
+            self._forgotten.add(label)
         self._give_up(lambda job: _is_of(job, label))
         with self._changed:
             keys: set[str] = set()

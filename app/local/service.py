@@ -220,7 +220,7 @@ class LocalService(ChatService):
             quoted = quotes(done.text, {place.label: place.document for place in places})
             chat.update(turn_id, passages=tuple(found), quotes=tuple(quoted))
 
-        return loaded.engine.submit(request, keep)
+        return self._enter(loaded, request, keep)
 
     def resume(self, chat: Chat, turn_id: str, sampling: SamplingParams | None = None) -> Generation:
         loaded = self._need()
@@ -384,7 +384,12 @@ class LocalService(ChatService):
         if capacity is not None and len(prompt) >= capacity:
             largest = largest_of(sources, lambda source: len(loaded.ids.of(source)))
             raise ContextTooLong(len(prompt) + 1, capacity, f"{largest}Send fewer messages or a shorter document.")
-        return loaded.engine.submit(GenerationRequest(prompt, sampling, loaded.stop_ids, chat_id, marks), keep)
+        return self._enter(loaded, GenerationRequest(prompt, sampling, loaded.stop_ids, chat_id, marks), keep)
+
+    def _enter(self, loaded: Loaded, request: GenerationRequest, keep: Callable[[Done], None] | None) -> Generation:
+        if (snapshots := loaded.snapshots) is not None:
+            snapshots.expect(mark.label for mark in request.marks)
+        return loaded.engine.submit(request, keep)
 
     def _need(self) -> Loaded:
         if (loaded := self._loaded) is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.chat import Chat
+from app.chat import Chat, Selection
 from app.config import Settings
 from app.documents import Document
 from app.engine.types import SamplingParams
@@ -108,6 +108,21 @@ def test_a_second_service_opens_the_document_from_disk(service: LocalService, do
         assert again.saved_bytes(label) == 0
     finally:
         again.close()
+
+
+def test_a_document_that_was_forgotten_is_kept_when_it_is_asked_about_again(
+    service: LocalService, document: Document
+) -> None:
+    label, snapshots = Selection.whole(document).label, service._need().snapshots
+    assert snapshots is not None
+    for _ in range(2):
+        while service._need().engine.runner.prefixes.drop_oldest():
+            pass
+        _ask(service, service.new_chat(), "What is the subject?", document)
+        snapshots.flush()
+        assert service.saved_bytes(label) > 0
+        service.forget(label)
+        assert service.saved_bytes(label) == 0
 
 
 def test_a_document_is_ready_only_where_it_was_read_ahead_of_all_others(

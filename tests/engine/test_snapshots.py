@@ -232,12 +232,29 @@ def test_what_was_read_of_a_document_before_a_stop_goes_with_it(tmp_path, prose_
     assert runner.snapshots.labels() == frozenset() and runner.snapshots.bytes_of("A") > 0
     runner.snapshots.forget("B", {"A"})
     assert runner.known(prompt)[1] == 600
+    runner.snapshots.expect(["B"])
     _stopped(runner, prompt, marks, 1500)
     assert runner.snapshots.bytes_of("B") > 0
     runner.snapshots.forget("B", {"A"})
     assert _lengths(runner.snapshots) == [600, 700]  # as far as A needs it
     runner.snapshots.forget("A", {"B"})
     assert runner.snapshots.bytes_of() == 0
+    runner.close()
+
+
+def test_what_is_still_read_of_a_forgotten_document_is_not_written(tmp_path, prose_ids):
+    runner = _build(tmp_path)
+    prompt, marks = prose_ids[:1800], (Mark(700, "A"), Mark(1700, "B"))
+    slot = runner.start(prompt, marks)
+    while slot.length < 1500:
+        slot.prefill(prompt[slot.length : slot.length + 300])
+    runner.snapshots.forget("B", {"A"})
+    slot.publish("api a")
+    runner.snapshots.flush()
+    assert _lengths(runner.snapshots) == [700]
+    runner.snapshots.expect(["B"])
+    _stopped(runner, prompt, marks, 1650)
+    assert _lengths(runner.snapshots) == [700, 1650]
     runner.close()
 
 
