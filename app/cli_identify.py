@@ -8,6 +8,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from app.errors import UsageError
 from app.evaluation.haystack import Haystack, read_haystack
 from app.evaluation.passkeys import PromptMaker
 from app.model import find_model
+from app.status_line import StatusLine, TimeLeft
 from app.tokenizer import Tokenizer
 from app.writable import folder_to_write
 from models.build import load_decoder
@@ -60,7 +62,8 @@ def identify(settings: Settings, flags: Namespace) -> int:
     torch.backends.cuda.matmul.allow_tf32 = True
     every = np.ones((checkpoint.config.num_layers, checkpoint.config.num_kv_heads), dtype=np.bool_)
     shape = CacheShape.for_model(checkpoint.config, every, "fp32", recipe.sink, recipe.recent, device)
-    decoder = load_decoder(checkpoint, every, "fp32", shape, device)
+    with _told("Reading the weights") as progress:
+        decoder = load_decoder(checkpoint, every, "fp32", shape, device, progress)
     out.mkdir(parents=True, exist_ok=True)
     run = _Run(decoder, maker, recipe, ratio, longest, seed)
 
@@ -119,14 +122,9 @@ class _Run:
     def beyond(self) -> NDArray[np.float64]:
         """The training-free scores."""
         random_ = random.Random(f"{self._seed} copying")
-
-        def copies() -> Iterator[Sample]:
-            begin = time.perf_counter()
-            for number in range(_COPIES):
-                yield self._maker.copying(min(self._longest, 6000), random_)
-                _say(f"text {number + 1} of {_COPIES} copied, {time.perf_counter() - begin:.0f} s")
-
-        return attention_beyond(self._decoder, copies(), self._recipe.sink, self._recipe.recent)
+        copies = [self._maker.copying(min(self._longest, 6000), random_) for _ in range(_COPIES)]
+        with _told("Copying texts") as progress:
+            return attention_beyond(self._decoder, copies, self._recipe.sink, self._recipe.recent, progress)
 
     def gates(self, out: Path) -> Training:
         """Gates of DuoAttention; training continues where an earlier run with the same recipe stopped."""
@@ -179,6 +177,16 @@ def _series(history: Sequence[dict[str, float]]) -> dict[str, list[float]]:
 
 def _given(value: int | None, default: int) -> int:
     return default if value is None else value
+
+
+@contextmanager
+def _told(stage: str) -> Iterator[Callable[[float], None]]:
+    """Takes how far a stage is, from 0 to 1."""
+    status, left = StatusLine(sys.stderr), TimeLeft()
+    try:
+        yield lambda done: status.show(f"{stage} {done:.0%}{left.told(done)}")
+    finally:
+        status.clear()
 
 
 def _say(text: str) -> None:

@@ -75,6 +75,7 @@ class OpenModel:
     note: str = ""
     pattern_note: str = ""
     heads: Heads | None = None  # None for another server's model
+    path: Path | None = None  # its directory or file; None for another server's model
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ def open_model(settings: Settings, progress: LoadProgress) -> OpenModel:
         note=note,
         pattern_note=pattern_note,
         heads=Heads(config, pattern, settings, runner.decoder.device),
+        path=files.path,
     )
 
 

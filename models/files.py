@@ -20,13 +20,27 @@ PART = ".part"
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object that a file holds; raises OSError, or ValueError for what is none."""
+    return json_object(path.read_bytes())
+
+
+def json_object(data: bytes) -> dict[str, Any]:
+    """The JSON object that UTF-8 bytes spell; raises ValueError in words for people."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if not isinstance(data, dict):
+        value = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(json_fault(error)) from error
+    if not isinstance(value, dict):
         raise ValueError("it must hold one JSON object")
-    return data
+    return value
+
+
+def json_fault(error: Exception) -> str:
+    """What is wrong with JSON that raised this, where Python's words are for programmers."""
+    if isinstance(error, json.JSONDecodeError):
+        return str(error)
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8"
+    return "it is nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,20 +124,24 @@ def _restore(file: Path, recipe: Recipe, gates: Tensor, optimizer: torch.optim.O
 
 
 @torch.no_grad()
-def attention_beyond(decoder: Decoder, samples: Iterable[Sample], sink: int, recent: int) -> NDArray[np.float64]:
+def attention_beyond(
+    decoder: Decoder,
+    samples: Sequence[Sample],
+    sink: int,
+    recent: int,
+    progress: Callable[[float], None] = lambda done: None,
+) -> NDArray[np.float64]:
     """Scores [layers, kv_heads]: the share of attention that goes beyond the window while text is copied.
 
     Needs no training. Of the query heads that share a KV head the one that looks back most counts: if one of them
-    needs the history, it must be kept.
+    needs the history, it must be kept. `progress` gets fractions from 0 to 1.
     """
     config = decoder.config
     total = torch.zeros(config.num_layers, config.num_kv_heads, dtype=torch.float64)
-    count = 0
-    for one in samples:
+    for number, one in enumerate(samples):
         rows = torch.arange(one.scored.start, one.scored.stop, device=decoder.device)
-        count += 1
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor = rows) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor = rows, number: int = number) -> Tensor:
             at = torch.arange(k.shape[1], device=k.device)
             keys = k.repeat_interleave(q.shape[0] // k.shape[0], 0)
             logits = q[:, rows] @ keys.transpose(1, 2) * q.shape[-1] ** -0.5
@@ -145,10 +149,11 @@ def attention_beyond(decoder: Decoder, samples: Iterable[Sample], sink: int, rec
             beyond = (at >= sink) & (at <= rows[:, None] - recent)
             mass = (weights * beyond).sum(-1).mean(-1).view(k.shape[0], -1)
             total[layer] += mass.amax(1).double().cpu()
+            progress((number + (layer + 1) / config.num_layers) / len(samples))
             return full_attention(q, k, v)
 
         run_layers(decoder, one.tokens, attend)
-    return (total / count).numpy()
+    return (total / len(samples)).numpy()
 
 
 def agreement(first: NDArray[np.float64], second: NDArray[np.float64], ratio: float) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from argparse import ArgumentParser, Namespace
@@ -14,6 +15,10 @@ from typing import Any
 from app.config import Settings
 from app.flags import TOKENS, whole
 from app.status_line import StatusLine, TimeLeft
+
+RULER_TASKS = ("multi-key", "multi-value", "variables", "common-words")  # a test holds them against ruler.py's
+# What is read of a model's directory beside its config and weights.
+_BESIDE = "tokenizer.json tokenizer_config.json chat_template.jinja generation_config.json heads.measured".split()
 
 
 def add_context_kinds(kinds: Any, *common_flags: Callable[[ArgumentParser], None]) -> None:
@@ -31,7 +36,13 @@ def add_context_kinds(kinds: Any, *common_flags: Callable[[ArgumentParser], None
         help="many keys, many values, variables, common words",
         description="Tasks in RULER's shapes, generated here: the share of what was asked for that was named.",
     )
-    ruler.add_argument("--task", action="append", metavar="NAME", help="only this one; may be repeated")
+    ruler.add_argument(
+        "--task",
+        action="append",
+        choices=RULER_TASKS,
+        metavar="NAME",
+        help=f"only this one of {', '.join(RULER_TASKS)}; may be repeated",
+    )
     ruler.add_argument("--samples", type=whole(1), default=10, metavar="N", help="of each task and length (default 10)")
     for kind in (needle, ruler):
         kind.add_argument(
@@ -65,12 +76,19 @@ def _needle(settings: Settings, args: Namespace) -> int:
     from app.evaluation.haystack import Haystack, read_haystack
     from app.evaluation.needle import Grid, heat_map, needle
 
+    def grid_of(capacity: int) -> Grid:
+        usual = [n for n in (1024, 2048, 4096, 7500) if n + 64 < capacity]
+        grid = Grid(tuple(dict.fromkeys(args.length or usual)), args.depths, args.trials, args.multi, args.seed)
+        grid.check(capacity)
+        return grid
+
     text = read_haystack(args.haystack)
+    grid_of(_longest(settings))
     with _examiner(settings) as examiner, _told() as progress:
-        lengths = tuple(args.length or [n for n in (1024, 2048, 4096, 7500) if n + 64 < examiner.capacity])
-        grid = Grid(lengths, args.depths, args.trials, args.multi, args.seed)
+        grid = grid_of(examiner.capacity)
+        lengths = grid.lengths
         head = {"lengths": lengths, "depths": args.depths, "trials": args.trials, "multi": args.multi}
-        journal = _journal(examiner, args, head)
+        journal = _journal(examiner, settings, args, {**head, "haystack": _sha256(text)}, "hit")
         result = needle(examiner, Haystack.of(text, examiner.tokenizer), grid, journal, progress)
         result |= {"settings": examiner.settings}
     heat_map(np.array(result["hits"]), lengths, result["depths"], args.out / "needle.png")
@@ -83,13 +101,14 @@ def _needle(settings: Settings, args: Namespace) -> int:
 def _ruler(settings: Settings, args: Namespace) -> int:
     from app.evaluation.haystack import Haystack, read_haystack
     from app.evaluation.passkeys import PromptMaker
-    from app.evaluation.ruler import TASKS, ruler
+    from app.evaluation.ruler import check, ruler
 
     text = read_haystack(args.haystack)
+    tasks, lengths = args.task or RULER_TASKS, args.length or [4096]
+    check(tasks, lengths, _longest(settings))
     with _examiner(settings) as examiner, _told() as progress:
         maker = PromptMaker(examiner.tokenizer, Haystack.of(text, examiner.tokenizer))
-        tasks, lengths = args.task or list(TASKS), args.length or [4096]
-        journal = _journal(examiner, args, {"samples": args.samples})
+        journal = _journal(examiner, settings, args, {"samples": args.samples, "haystack": _sha256(text)}, "score")
         scores = ruler(examiner, maker, tasks, lengths, args.samples, args.seed, journal, progress)
         result = {"scores": scores, "settings": examiner.settings}
     for task, row in scores.items():
@@ -98,11 +117,11 @@ def _ruler(settings: Settings, args: Namespace) -> int:
 
 
 def _longbench(settings: Settings, args: Namespace) -> int:
-    from app.evaluation.longbench import longbench, read_items
+    from app.evaluation.longbench import digest, longbench, read_items
 
     items = list(read_items(args.data, args.task or [], args.most))
     with _examiner(settings) as examiner, _told() as progress:
-        journal = _journal(examiner, args, {})
+        journal = _journal(examiner, settings, args, {"data": digest(args.data)}, "score")
         result = {"scores": longbench(examiner, items, journal, progress), "settings": examiner.settings}
     for task, score in result["scores"].items():
         print(f"{task:<22}{score:6.2f}")
@@ -128,20 +147,45 @@ def _examiner(settings: Settings) -> Iterator[Any]:
         examiner.close()
 
 
-def _journal(examiner: Any, args: Namespace, more: dict[str, Any]) -> Any:
+def _longest(settings: Settings) -> int:
+    """The most tokens that the context can hold, told before the weights are read; memory may allow less."""
+    from app.model import find_model
+    from models.checkpoint import open_checkpoint
+
+    if settings.mode == "endless":
+        return 1 << 40
+    window = open_checkpoint(find_model(settings).path).config.max_positions
+    return min(settings.context or window, window)
+
+
+def _journal(examiner: Any, settings: Settings, args: Namespace, more: dict[str, Any], score: str) -> Any:
     from app.evaluation.examiner import Journal
 
+    model = examiner.model
+    pattern = None if model.heads is None else model.heads.pattern
     head = {
         "kind": args.kind,
-        "model": examiner.name,
+        "model": model.name,
+        "checkpoint": None if model.path is None else _checkpoint(model.path, settings.cache_dir),
+        "pattern": None if pattern is None else pattern.hash(),
         "seed": getattr(args, "seed", 0),
         "settings": examiner.settings,
         **more,
     }
-    for name in ("haystack", "data"):
-        if (path := getattr(args, name, None)) is not None:
-            head[name] = str(path)
-    return Journal(args.out / f"{args.kind}.jsonl", head)
+    return Journal(args.out / f"{args.kind}.jsonl", head, score)
+
+
+def _checkpoint(path: Path, cache_dir: Path) -> str:
+    """sha256 of all that is read of a model's directory or file."""
+    from models.fingerprint import fingerprint
+
+    beside = [path / name for name in _BESIDE if (path / name).is_file()]
+    read = "".join(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()} " for file in beside)
+    return _sha256(fingerprint(path, cache_dir / "weights.json") + read)
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
 def _write(args: Namespace, result: dict[str, Any]) -> int:

@@ -15,6 +15,7 @@ from app.engine.types import Done, Event, Failed, GenerationRequest, Mark, Sampl
 from app.errors import OctavoError, UsageError
 from app.model import OpenModel
 from app.prompt import PromptBuilder
+from models.files import json_object
 
 _BUCKET = "examiner"  # its kept places take each other's place, and no chat's
 
@@ -31,7 +32,7 @@ class Examiner:
     """
 
     def __init__(self, model: OpenModel, engine: Engine | None = None) -> None:
-        self.name = model.name
+        self.model = model
         self.tokenizer = model.tokenizer
         self.prompts = PromptBuilder(model.tokenizer)
         self.settings = model.runner.describe()
@@ -84,25 +85,41 @@ class Examiner:
 class Journal:
     """Results as they come, one JSON object a line, so that an evaluation which was stopped goes on where it was.
 
-    `head` says what was evaluated; a file of another evaluation is refused.
+    `head` says what decides the answers; a file of another evaluation is refused. `score`: the field of every row that
+    the result is made of, a number from 0 to 1, None where each has its own.
     """
 
-    def __init__(self, file: Path, head: dict[str, Any]) -> None:
+    def __init__(self, file: Path, head: dict[str, Any], score: str | None = None) -> None:
         self._file = file
         self.rows: dict[str, dict[str, Any]] = {}
         head = json.loads(json.dumps(head))
-        lines = file.read_text(encoding="utf-8").split("\n") if file.exists() else []
-        try:
-            whole = [dict(json.loads(line)) for line in lines[:-1]]  # what follows the last newline was cut off
-        except (ValueError, TypeError) as error:
-            raise UsageError(f"{file} is damaged: {error}. Give another --out, or delete it.") from error
-        if whole and whole[0] != head:
-            differ = sorted(name for name in head | whole[0] if head.get(name) != whole[0].get(name))
-            raise UsageError(f"{file} is of another evaluation: {', '.join(differ)} differ. Give another --out.")
-        self.rows = {row["key"]: row for row in whole[1:]}
+        # What follows the last newline was cut off.
+        lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+        lines = lines or [json.dumps(head).encode()]
+        for number, line in enumerate(lines, 1):
+            row = self._read(number, line)
+            if number == 1:
+                if differ := sorted(name for name in head | row if head.get(name) != row.get(name)):
+                    told = ", ".join(differ)
+                    raise UsageError(f"{file} is of another evaluation: {told} differ. Give another --out.")
+                continue
+            if not isinstance(key := row.get("key"), str):
+                raise self._damaged(number, "key must be a text")
+            result = row.get(score) if score else 0
+            if not isinstance(result, int | float) or not 0 <= result <= 1:
+                raise self._damaged(number, f"{score} must be a number from 0 to 1")
+            self.rows[key] = row
         file.parent.mkdir(parents=True, exist_ok=True)
-        kept = "".join(line + "\n" for line in lines[:-1]) if whole else json.dumps(head) + "\n"
-        file.write_text(kept, encoding="utf-8")
+        file.write_bytes(b"".join(line + b"\n" for line in lines))
+
+    def _read(self, number: int, line: bytes) -> dict[str, Any]:
+        try:
+            return json_object(line)
+        except ValueError as error:
+            raise self._damaged(number, str(error)) from error
+
+    def _damaged(self, number: int, why: str) -> UsageError:
+        return UsageError(f"{self._file}, line {number} is damaged: {why}. Give another --out, or delete it.")
 
     def __contains__(self, key: str) -> bool:
         return key in self.rows

@@ -21,6 +21,7 @@ _THINGS = (
 )
 _THINGS += "gate hammer harbour island kettle ladder lantern library locker mirror museum piano safe ship".split()
 _THINGS += "tower vault wagon".split()
+MOST_NEEDLES = len(_COLOURS) * len(_THINGS)  # at a time: each is of another thing
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Needle:
 
 
 def make_needles(count: int, random_: random.Random) -> list[Needle]:
-    """`count` pass codes of different things."""
+    """`count` pass codes of different things, MOST_NEEDLES at most."""
     names = random_.sample([f"{colour} {thing}" for colour in _COLOURS for thing in _THINGS], count)
     needles = []
     for name in names:

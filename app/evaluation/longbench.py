@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from app.errors import UsageError
 from app.evaluation import metrics
 from app.evaluation.examiner import Examiner, Journal
 from app.prompt import Encoded
+from models.files import json_object
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def read_items(source: Path, tasks: Sequence[str], most: int | None) -> Iterator
         raise UsageError(
             f"--data: there is no {source}. Give a directory with LongBench's jsonl files, or one of them."
         )
-    files = {source.stem.removesuffix("_e"): source} if source.is_file() else {t: source / f"{t}.jsonl" for t in TASKS}
+    files = _files(source)
     chosen = list(tasks) or [task for task, file in files.items() if file.exists()]
     if not chosen:
         raise UsageError(f"--data: {source} has none of {', '.join(TASKS)} as .jsonl.")
@@ -89,16 +91,51 @@ def read_items(source: Path, tasks: Sequence[str], most: int | None) -> Iterator
             raise UsageError(f"Task {task} is not supported. Supported: {', '.join(TASKS)}.")
         if task not in files or not files[task].exists():
             raise UsageError(f"--data: {source} has no {task}.jsonl.")
-        lines = [line for line in files[task].read_text(encoding="utf-8").split("\n") if line.strip()]
-        for number, line in enumerate(lines[:most], 1):
+        lines = enumerate(files[task].read_bytes().split(b"\n"), 1)
+        told = [(number, line) for number, line in lines if line.strip()]
+        if not told:
+            raise UsageError(f"--data: {files[task]} is empty. Download it again, or choose another --task.")
+        for count, (number, line) in enumerate(told[:most], 1):
             try:
-                row = json.loads(line)
-                answers, classes = list(row["answers"]), list(row.get("all_classes") or [])
-                yield Item(f"{task} {number}", task, str(row["context"]), str(row["input"]), answers, classes)
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                yield _item(f"{task} {count}", task, json_object(line))
+            except ValueError as error:
                 raise UsageError(
-                    f"{files[task]}, line {number} is not LongBench's: it needs input, context and answers ({error})."
+                    f"{files[task]}, line {number} is not LongBench's: {error}. Download it again, or mend the line."
                 ) from error
+
+
+def digest(source: Path) -> str:
+    """sha256 of the tasks' files, whichever of them are asked."""
+    whole = hashlib.sha256()
+    for task, file in _files(source).items():
+        if file.exists():
+            with file.open("rb") as data:
+                whole.update(f"{task} {hashlib.file_digest(data, 'sha256').hexdigest()} ".encode())
+    return whole.hexdigest()
+
+
+def _files(source: Path) -> dict[str, Path]:
+    if source.is_file():
+        return {source.stem.removesuffix("_e"): source}
+    return {task: source / f"{task}.jsonl" for task in TASKS}
+
+
+def _item(key: str, task: str, row: dict[str, Any]) -> Item:
+    """Raises ValueError naming the field that is not as it must be."""
+    for name in ("context", "input"):
+        if not isinstance(row.get(name), str):
+            raise ValueError(f"{name} must be a text")
+    answers, classes = row.get("answers"), row.get("all_classes")
+    if not _are_texts(answers) or not answers:
+        raise ValueError("answers must be a list of one or more texts")
+    classified = TASKS[task].metric is metrics.classification
+    if not (_are_texts(classes) and classes) if classified else not (classes is None or _are_texts(classes)):
+        raise ValueError(f"all_classes must be a list of texts{'' if classified else ', or null'}")
+    return Item(key, task, row["context"], row["input"], answers, classes or [])
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
 def score(item: Item, answer: str) -> float:
@@ -136,10 +173,17 @@ def longbench(
 ) -> dict[str, float]:
     """The mean score of each task, from 0 to 100."""
     for done, item in enumerate(items, 1):
+        prompt = prompt_of(examiner, item)
+        asked = hashlib.sha256(repr(prompt).encode()).hexdigest()
         if item.key not in journal:
-            answer = examiner.ask(prompt_of(examiner, item), TASKS[item.task].tokens)
-            journal.add(item.key, task=item.task, answer=answer, score=score(item, answer))
+            answer = examiner.ask(prompt, TASKS[item.task].tokens)
+            journal.add(item.key, task=item.task, answer=answer, score=score(item, answer), prompt=asked)
+        elif journal.rows[item.key].get("prompt") != asked:  # the file is the same: it was cut to another length
+            raise UsageError(
+                f"{item.key} was asked in another context than the {examiner.capacity:,} tokens of now. Give the "
+                "--context that it was, or another --out."
+            )
         progress(done, len(items))
-    rows = [journal.rows[item.key] for item in items]
     tasks = dict.fromkeys(item.task for item in items)
-    return {task: 100 * mean(row["score"] for row in rows if row["task"] == task) for task in tasks}
+    scored = [(item.task, journal.rows[item.key]["score"]) for item in items]
+    return {task: 100 * mean(score for its, score in scored if its == task) for task in tasks}

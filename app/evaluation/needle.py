@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from app.errors import UsageError
 from app.evaluation.examiner import Examiner, Journal
-from app.evaluation.haystack import Haystack, make_needles
+from app.evaluation.haystack import MOST_NEEDLES, Haystack, make_needles
 from app.evaluation.passkeys import PromptMaker
 
 ANSWER_TOKENS = 32
@@ -40,6 +40,9 @@ class Grid:
             )
         if self.depths < 1 or self.trials < 1:
             raise UsageError("--depths and --trials must be 1 or more.")
+        asked = self.depths if self.multi else len(self.lengths) * self.depths
+        if asked > MOST_NEEDLES:
+            raise UsageError(f"These are {asked:,} needles; there are {MOST_NEEDLES} at most. Give fewer --depths or --length.")
         if self.multi and self.depths * 64 > min(self.lengths):
             raise UsageError(
                 f"{self.depths} needles fill a document of {min(self.lengths)} tokens: give fewer --depths."
@@ -73,15 +76,14 @@ def needle(
     grid.check(examiner.capacity)
     maker = PromptMaker(examiner.tokenizer, haystack)
     total = len(grid.lengths) * grid.depths * grid.trials
+    hits = np.zeros((len(grid.lengths), grid.depths))
     for done, cell in enumerate(_multi(maker, grid) if grid.multi else _single(maker, grid)):
         if cell.key not in journal:
             text = examiner.ask(cell.ids, ANSWER_TOKENS, cell.shared)
             row = {"length": cell.length, "depth": cell.depth, "tokens": len(cell.ids)}
             journal.add(cell.key, **row, hit=cell.code in text, code=cell.code, answer=text)
+        hits[grid.lengths.index(cell.length), cell.depth] += journal.rows[cell.key]["hit"] / grid.trials
         progress(done + 1, total)
-    hits = np.zeros((len(grid.lengths), grid.depths))
-    for row in journal.rows.values():
-        hits[grid.lengths.index(row["length"]), row["depth"]] += row["hit"] / grid.trials
     return {"lengths": list(grid.lengths), "depths": grid.at(), "hits": hits.tolist(), "accuracy": float(hits.mean())}
 
 

@@ -29,6 +29,7 @@ _ROWS = 1024  # positions whose logits are held at a time
 _RATIOS = (0.25, 0.5, 0.75)
 
 Progress = Callable[[str, float], None]
+"""Told what is read and scored, and how far that setting is, from 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -119,19 +120,22 @@ class Quality:
         self._progress = progress
         tokens = torch.tensor(ids, dtype=torch.int64)
         self._windows = {length: _cut(tokens, length) for length in lengths}
+        self._work = 2 * sum(map(len, (window for windows in self._windows.values() for window in windows)))
+        self._stage, self._done = "", 0  # tokens that are read, and those that are scored
         exact = reference or checkpoint
         decoder, shape = self._load(exact, REFERENCE, None)
         keys = None if measured is None else measured.form(exact.config)
         self.head_errors = _HeadErrors(decoder, shape, keys)
         self._hidden: dict[int, list[Tensor]] = {}
         for length, windows in self._windows.items():
-            self._progress(f"{REFERENCE.name}, {length} tokens", 0.0)
+            self._begin(f"{REFERENCE.name}, {length} tokens")
             watch = self.head_errors if length == max(lengths) else None
             self._hidden[length] = [self._read(decoder, shape, window, watch) for window in windows]
         decoder.layers.clear()  # the head is all that is asked of it from here on
         self._logits = decoder.logits
         self._losses: dict[int, float] = {}
         self.scores = [self._score(REFERENCE.name, decoder, length) for length in lengths]
+        self._done = 0
 
     def measure(
         self, variant: Variant, checkpoint: Checkpoint | None = None, measured: MeasuredHeads | None = None
@@ -141,11 +145,21 @@ class Quality:
         decoder, shape = self._load(checkpoint or self.checkpoint, variant, heads)
         done = []
         for length, windows in self._windows.items():
-            self._progress(f"{variant.name}, {length} tokens", 0.0)
+            self._begin(f"{variant.name}, {length} tokens")
             hidden = [self._read(decoder, shape, window) for window in windows]
             done.append(self._score(variant.name, decoder, length, hidden))
+        self._done = 0
         self.scores += done
         return done
+
+    def _begin(self, stage: str) -> None:
+        self._stage = stage
+        self._tell(0)
+
+    def _tell(self, tokens: int) -> None:
+        """So many more are read, or scored."""
+        self._done += tokens
+        self._progress(self._stage, self._done / self._work)
 
     def _load(
         self, checkpoint: Checkpoint, variant: Variant, measured: MeasuredHeads | None
@@ -168,7 +182,11 @@ class Quality:
         pool = BlockPool(shape, -(-len(window) // shape.block), self.device)
         cache = DuoCache(pool) if watch is None else _WatchedCache(pool, watch)
         chunk = CHUNK[self.device.type]
-        return torch.cat([decoder.forward(part, cache) for part in window.split(chunk)])
+        hidden = []
+        for part in window.split(chunk):
+            hidden.append(decoder.forward(part, cache))
+            self._tell(len(part))
+        return torch.cat(hidden)
 
     def _score(self, name: str, decoder: Decoder, length: int, hidden: list[Tensor] | None = None) -> Score:
         loss = kl = agree = 0.0
@@ -183,6 +201,7 @@ class Quality:
                 kl += (exact.exp() * (exact - ours)).sum(-1).double().sum().item()
                 agree += (exact.argmax(-1) == ours.argmax(-1)).sum().item()
                 count += end - start
+            self._tell(len(window))
         loss /= count
         base = self._losses.setdefault(length, loss)
         return Score(name, length, count, math.exp(loss), math.exp(loss - base) - 1, kl / count, agree / count)

@@ -17,7 +17,7 @@ from app.errors import UsageError
 from app.evaluation.quality import Quality, Score, variants
 from app.measured_heads import measured_heads
 from app.model import choose_pattern, find_model
-from app.status_line import StatusLine
+from app.status_line import StatusLine, TimeLeft
 from app.tokenizer import Tokenizer
 from models.checkpoint import open_checkpoint
 from models.keys import key_warning
@@ -50,14 +50,22 @@ def quality(settings: Settings, args: argparse.Namespace) -> int:
     ids = tokenizer.encode_text(text[: 12 * args.tokens])[: args.tokens]
     most = min(window, len(ids))  # of a text that is shorter than the usual windows all of it is one
     lengths = args.length or [n for n in _LENGTHS if n <= most] or [most]
-    status = StatusLine(sys.stderr)
-    telling = lambda stage, done: status.show(f"Reading: {stage}")  # noqa: E731
+    wanted = [variant for name, variant in chosen.items() if not args.setting or name in args.setting]
+    status, left, settings_done = StatusLine(sys.stderr), TimeLeft(), 0
+
+    def telling(stage: str, done: float) -> None:
+        share = (settings_done + done) / (1 + len(wanted))  # the reference comes first
+        status.show(f"Comparing: {stage} {share:.0%}{left.told(share)}")
+
+    def measuring(done: float) -> None:
+        status.show(f"Measuring the heads' keys, once {done:.0%}")
+
     try:
-        measured = measured_heads(checkpoint, tokenizer, settings.cache_dir, device)
+        measured = measured_heads(checkpoint, tokenizer, settings.cache_dir, device, measuring)
         bench = Quality(checkpoint, pattern, ids, lengths, device, reference, measured, telling)
-        for name, variant in chosen.items():
-            if not args.setting or name in args.setting:
-                bench.measure(variant)
+        for variant in wanted:
+            settings_done += 1
+            bench.measure(variant)
     finally:
         status.clear()
     heads = list(bench.head_errors.rows())

@@ -94,6 +94,17 @@ TASKS: dict[str, Callable[[PromptMaker, int, random.Random], Task]] = {
 }
 
 
+def check(tasks: Sequence[str], lengths: Sequence[int], capacity: int) -> None:
+    """Raises UsageError for what cannot be asked of a context of so many tokens."""
+    if unknown := sorted(set(tasks) - TASKS.keys()):
+        raise UsageError(f"There is no task {', '.join(unknown)}. Choose of: {', '.join(TASKS)}.")
+    if not lengths or min(lengths) < 1024 or max(lengths) + ANSWER_TOKENS > capacity:
+        raise UsageError(
+            f"--length must be from 1,024 to {capacity - ANSWER_TOKENS:,} tokens: an answer of {ANSWER_TOKENS} must "
+            "fit behind it."
+        )
+
+
 def ruler(
     examiner: Examiner,
     maker: PromptMaker,
@@ -105,18 +116,13 @@ def ruler(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """The mean share of what was expected, by task and length in tokens."""
-    if unknown := sorted(set(tasks) - TASKS.keys()):
-        raise UsageError(f"There is no task {', '.join(unknown)}. Choose of: {', '.join(TASKS)}.")
-    if not lengths or min(lengths) < 1024 or max(lengths) + ANSWER_TOKENS > examiner.capacity:
-        raise UsageError(
-            f"--length must be from 1,024 to {examiner.capacity - ANSWER_TOKENS:,} tokens: an answer of "
-            f"{ANSWER_TOKENS} must fit behind it."
-        )
+    check(tasks, lengths, examiner.capacity)
+    scores: dict[str, dict[str, float]] = {name: {} for name in tasks}
     total, done = len(tasks) * len(lengths) * samples, 0
     for name in tasks:
         for length in lengths:
-            for sample in range(samples):
-                key = f"{name} {length} {sample}"
+            keys = [f"{name} {length} {sample}" for sample in range(samples)]
+            for key in keys:
                 if key not in journal:
                     task = TASKS[name](maker, length, random.Random(f"{seed} {key}"))
                     answer = examiner.ask(task.ids, ANSWER_TOKENS)
@@ -125,14 +131,8 @@ def ruler(
                     journal.add(key, **row, expected=list(task.expected), score=score)
                 done += 1
                 progress(done, total)
-    rows = journal.rows.values()
-    return {
-        name: {
-            str(length): mean(row["score"] for row in rows if (row["task"], row["length"]) == (name, length))
-            for length in lengths
-        }
-        for name in tasks
-    }
+            scores[name][str(length)] = mean(journal.rows[key]["score"] for key in keys)
+    return scores
 
 
 def _planted(

@@ -19,6 +19,7 @@ import benchmarks.needle as bench
 from app.__main__ import main
 from app.errors import UsageError
 from app.evaluation import metrics
+from app.evaluation.commands import RULER_TASKS
 from app.evaluation.examiner import Examiner, Journal, Stopped
 from app.evaluation.haystack import Haystack, read_haystack
 from app.evaluation.longbench import Item, longbench, prompt_of, read_items, score
@@ -116,6 +117,7 @@ def test_needles_share_what_they_begin_with(haystack: Haystack, tmp_path: Path) 
         (Grid((7990,)), "the context holds 8,000"),
         (Grid((3000,), depths=0), "1 or more"),
         (Grid((600,), depths=10, multi=True), "fewer --depths"),
+        (Grid((3000, 4000), depths=400), "These are 800 needles"),
     ],
 )
 def test_grids_that_cannot_be_asked(grid: Grid, message: str) -> None:
@@ -252,12 +254,63 @@ def test_first_line_and_best_reference() -> None:
         ("other.txt", "", [], "has none of"),
         ("qasper.jsonl", "", ["lcc"], "has no lcc.jsonl"),
         ("qasper.jsonl", "", ["dureader"], "dureader is not supported"),
+        ("qasper.jsonl", "\n", [], "qasper.jsonl is empty"),
+        ("qasper.jsonl", "\udcff", [], "line 1 is not LongBench's: it is not UTF-8"),
+        ("qasper.jsonl", "\n" + "[" * 100_000, [], "line 2 is not LongBench's: it is nested too deeply"),
+        ("qasper.jsonl", "3", [], "line 1 is not LongBench's: it must hold one JSON object"),
+        *(
+            ("qasper.jsonl", json.dumps({"context": "a", "input": "b", "answers": ["c"]} | {name: value}), [], told)
+            for name, value, told in (
+                ("context", [1], "line 1 is not LongBench's: context must be a text"),
+                ("input", 5, "line 1 is not LongBench's: input must be a text"),
+                ("answers", "Bob", "answers must be a list of one or more texts"),
+                ("answers", [], "answers must be a list of one or more texts"),
+                ("answers", [3], "answers must be a list of one or more texts"),
+                ("all_classes", [1, 2], "all_classes must be a list of texts, or null"),
+            )
+        ),
+        ("trec.jsonl", '{"context": "a", "input": "b", "answers": ["c"]}', [], "all_classes must be a list of texts"),
     ],
 )
 def test_damaged_data_is_refused(name: str, content: str, tasks: list[str], message: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(UsageError, match=message):
         list(read_items(tmp_path, tasks, None))
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (b'{"a": 1}\n{"score": 1}', "line 2 is damaged: key must be a text"),
+        (b'{"a": 1}\n{"key": 5, "score": 1}', "line 2 is damaged: key must be a text"),
+        (b'{"a": 1}\n{"key": "x", "score": 1}\n{"key": "y"}', "line 3 is damaged: score must be a number"),
+        *(
+            (b'{"a": 1}\n{"key": "x", "score": %s}' % score, "line 2 is damaged: score must be a number from 0 to 1")
+            for score in (b'"1"', b"null", b"NaN", b"2")
+        ),
+        (b'{"a": 1}\n\xff', "line 2 is damaged: it is not UTF-8"),
+        (b"\xff", "line 1 is damaged: it is not UTF-8"),
+        (b"[1]", "line 1 is damaged: it must hold one JSON object"),
+        (b"[" * 100_000, "line 1 is damaged: it is nested too deeply"),
+    ],
+)
+def test_damaged_journals_are_refused_by_line(lines: bytes, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "needle.jsonl"
+    file.write_bytes(lines + b"\n")
+    with pytest.raises(UsageError, match=rf"needle\.jsonl, {told}.*Give another --out, or delete it\."):
+        Journal(file, {"a": 1}, "score")
+    assert file.read_bytes() == lines + b"\n"
+
+
+def test_longbench_goes_on_in_the_context_that_it_began_in(tmp_path: Path) -> None:
+    items = [Item("qasper 1", "qasper", "word " * 500, "What?", ["x"], [])]
+    file = tmp_path / "out.jsonl"
+    longbench(examiner(FakeRunner(capacity=1000)), items, Journal(file, {}, "score"))
+    again = FakeRunner(capacity=1000)
+    longbench(examiner(again), items, Journal(file, {}, "score"))
+    assert again.starts == 0
+    with pytest.raises(UsageError, match="another context than the 900 tokens"):
+        longbench(examiner(FakeRunner(capacity=900)), items, Journal(file, {}, "score"))
 
 
 def test_self_test_shows_where_the_model_is_blind(haystack: Haystack) -> None:
@@ -329,9 +382,32 @@ def test_haystacks(tmp_path: Path) -> None:
         (["longbench", "--data", "/nowhere"], "there is no /nowhere"),
         (["needle", "--haystack", "/nowhere"], "there is no /nowhere"),
         (["ruler", "--samples", "0"], "--samples is 0"),
+        (["ruler", "--task", "zz"], "common-words"),
+        (["ruler", "--length", "99999"], "--length must be from 1,024 to 8,064"),
+        (["ruler", "--length", "3000", "--context", "2048"], "--length must be from 1,024 to 1,920"),
+        (["needle", "--length", "99999"], "the context holds 8,192"),
+        (["needle", "--depths", "1000"], "4,000 needles; there are 736"),
     ],
 )
-def test_wrong_usage(flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_told_before_the_model_is_loaded(
+    flags: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def opened(*_: object) -> None:
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr("app.model.open_model", opened)
     assert main(["eval", *flags, "--model", "embedded", "--out", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_the_help_names_every_task(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tuple(TASKS) == RULER_TASKS
+    with pytest.raises(SystemExit):
+        main(["eval", "ruler", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"only this one of {', '.join(TASKS)}" in told

@@ -50,14 +50,18 @@ def test_the_samples_end_in_what_is_scored(maker: PromptMaker) -> None:
     assert len({tuple(maker.passkeys(1500, random.Random(3)).tokens.tolist()) for _ in range(2)}) == 1
 
 
-def test_training_free(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_free(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.status_line._EVERY_S", 0.0)
     command = ["identify", "--model", "embedded", "--out", str(tmp_path), "--training-free"]
     assert main([*command, "--sink", "4", "--recent", "32", "--context", "300"]) == 0
     pattern = HeadPattern.load(tmp_path)
     pattern.check(open_checkpoint(embedded_model_path()).config)
     assert (pattern.sink, pattern.recent) == (4, 32)
     assert json.loads((tmp_path / "identify.json").read_text())["training_free_s"] > 0
-    assert "attention beyond the window" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "attention beyond the window" in told.out
+    assert "Reading the weights 100%" in told.err
+    assert "Copying texts 50%, " in told.err and "Copying texts 100%" in told.err
 
 
 @pytest.mark.parametrize(

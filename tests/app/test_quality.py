@@ -1,10 +1,11 @@
-"""`quantize` and `eval quality` from the command line on a tiny model, and what the report says of it."""
+"""`quantize` and `eval` from the command line on a tiny model, and what the report says of it."""
 
 import json
+import re
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from app.__main__ import main
 from app.calibration import sample_texts, sample_windows
@@ -50,7 +51,7 @@ def text(tmp_path):
     return file
 
 
-def test_quantise_then_compare(model, text, tmp_path, capsys):
+def test_quantise_then_compare(model, text, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
     command = ["quantize", str(model), str(out), "--calibration", str(text), "--calibration-tokens", "400", "--json"]
     assert main(command) == 0
@@ -63,8 +64,12 @@ def test_quantise_then_compare(model, text, tmp_path, capsys):
 
     command = ["eval", "quality", "--model", str(out), "--reference", str(model), "--text", str(text)]
     some = ["--kv-bits", "7"]  # at head size 16 a head in four
+    monkeypatch.setattr("app.status_line._EVERY_S", 0.0)
     assert main([*command, *some, "--tokens", "900", "--length", "300", "--length", "150", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    report = json.loads(printed.out)
+    shares = [int(share) for share in re.findall(r"octavo: Comparing: .+ tokens (\d+)%", printed.err)]
+    assert shares == sorted(shares) and len(set(shares)) > 9 and shares[-1] == 100 and "s left" in printed.err
     rows = {(row["setting"], row["length"]): row for row in report["scores"]}
     assert rows["bf16", 300]["kl"] == 0 and rows["bf16", 150]["top1_percent"] == 100
     assert rows["bf16", 300]["tokens"] == 3 * 299 and rows["kv4", 150]["tokens"] == 6 * 149
@@ -165,3 +170,60 @@ def test_sample_texts_come_from_files_folders_and_the_built_in(tmp_path, text, m
     windows, about = sample_windows(Tokenizer(model), ["a" * 5000, "b" * 5000], 4500, 96)
     assert about["tokens"] == 4500 == sum(map(len, windows))
     assert {int(window[0]) for window in windows} == {SYMBOLS.index("a"), SYMBOLS.index("b")}
+
+
+def _other_weights(folder):
+    file = folder / "model" / "model.safetensors"
+    save_file({name: tensor * 2 for name, tensor in load_file(file).items()}, file)
+
+
+def _other_template(folder):
+    (folder / "model" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}!{% endfor %}")
+
+
+def _other_pattern(folder):
+    HeadPattern(torch.ones(2, 2).double().numpy(), 4, 16, "all alike").save(folder / "pattern")
+
+
+def _other_text(folder):
+    (folder / "text.txt").write_text("Other words are here. " * 100)
+
+
+def _other_data(folder):
+    row = {"context": "Ann.", "input": "Who?", "answers": ["Ann"]}
+    (folder / "data" / "qasper.jsonl").write_text(json.dumps(row) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "told"),
+    [
+        ("needle", _other_weights, "checkpoint"),
+        ("needle", _other_template, "checkpoint"),
+        ("needle", _other_pattern, "pattern"),
+        ("needle", _other_text, "haystack"),
+        ("longbench", _other_data, "data"),
+    ],
+)
+def test_an_evaluation_goes_on_and_no_other_takes_its_results(model, text, tmp_path, capsys, kind, change, told):
+    HeadPattern(torch.arange(4).view(2, 2).double().numpy(), 4, 16, "test").save(tmp_path / "pattern")
+    (tmp_path / "data").mkdir()
+    row = {"context": "Bob.", "input": "Who?", "answers": ["Bob"]}
+    (tmp_path / "data" / "qasper.jsonl").write_text(json.dumps(row) + "\n")
+    asked = {
+        "needle": ["--haystack", str(text), "--length", "300", "--depths", "2"],
+        "longbench": ["--data", str(tmp_path / "data")],
+    }[kind]
+    command = ["eval", kind, "--model", str(model), "--pattern", str(tmp_path / "pattern"), *asked]
+    command += ["--out", str(tmp_path / "out")]
+    assert main(command) == 0
+    journal = tmp_path / "out" / f"{kind}.jsonl"
+    whole = journal.read_bytes()
+    last = whole.splitlines(keepends=True)[-1]
+    journal.write_bytes(whole[: -len(last) // 2])  # stopped in the midst of the last line
+    assert main(command) == 0
+    assert journal.read_bytes() == whole
+    change(tmp_path)
+    capsys.readouterr()
+    assert main(command) == 2
+    assert f"is of another evaluation: {told} differ" in capsys.readouterr().err
+    assert journal.read_bytes() == whole
