@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from app.errors import UsageError
+from models import kv_bits
 
 Weights = Literal["w8a8", "bf16", "llm.int8"]
 Kv = Literal["kv4", "kv8", "bf16"]
@@ -22,7 +23,6 @@ EMBEDDED_MODEL = "embedded"
 DEFAULT_HUB_MODEL = "gradientai/Llama-3-8B-Instruct-Gradient-4194k"
 
 _MOST_GB = 10**9
-_MOST_KV_BITS = 8.5  # 8 and the scales of heads of size 64; of larger ones they are less, which the model tells
 _THREADS_A_PROCESSOR = 4  # more only wait for each other; thousands end in a crash of OpenMP's
 
 # What says how the own engine works, and nothing to another server.
@@ -97,10 +97,10 @@ class Settings:
         if self.model is not None and not self.model.strip():
             raise UsageError("--model is empty. Give a hub id, a directory of safetensors or a .gguf file.")
         if self.kv_bits is not None:
-            if not 4 <= _number("--kv-bits", self.kv_bits) <= _MOST_KV_BITS:
+            if not kv_bits.LEAST <= _number("--kv-bits", self.kv_bits) <= kv_bits.MOST:
                 raise UsageError(
-                    f"--kv-bits is {self.kv_bits:g}; it must be between 4 and {_MOST_KV_BITS:g}, scales included."
-                    " --kv kv8 keeps 8 bits in every head."
+                    f"--kv-bits is {self.kv_bits:g}; it must be between {kv_bits.LEAST} and {kv_bits.MOST:g}, scales"
+                    " included. --kv kv8 keeps 8 bits in every head."
                 )
             if self.kv != "kv4":
                 raise UsageError(f"--kv-bits shares 4 and 8 bits among the heads of --kv kv4, not of {self.kv}.")

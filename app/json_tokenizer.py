@@ -71,6 +71,9 @@ def _check(data: Mapping[str, Any], file: Path) -> None:
         right = isinstance(merges, list) and all(map(_is_pair, merges))
         _need(right, file, "model.merges", "a list of pairs of texts")
         _need(unknown is None or isinstance(unknown, str), file, "model.unk_token", "a text or null")
+        for field in ("continuing_subword_prefix", "end_of_word_suffix"):
+            # No family here has them, and the library ends the process for merges that lack them.
+            _need(not model.get(field), file, f"model.{field}", "empty or null")
     added = data.get("added_tokens")
     right = added is None or (isinstance(added, list) and all(map(_is_added, added)))
     _need(right, file, "added_tokens", "a list of objects with id, content and special")
@@ -80,6 +83,7 @@ def _check(data: Mapping[str, Any], file: Path) -> None:
         within = steps.get(inner, [])
         right = isinstance(within, list) and all(isinstance(s, dict) and isinstance(s.get("type"), str) for s in within)
         _need(right, file, f"{key}.{inner}", "a list of objects with a type")
+        _need(not steps or isinstance(steps.get("type"), str), file, f"{key}.type", "a text")
         for step in (steps, *within):
             right = step.get("type") != "TemplateProcessing" or _is_template(step.get("single"))
             _need(right, file, f"{key}.single", "a list of objects, with an id in each SpecialToken")

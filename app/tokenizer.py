@@ -88,7 +88,9 @@ class Tokenizer:
         self.space_after_special = self._prefix in ("always", "doubled")
         try:
             self._backend = Backend.from_str(json.dumps(_text_only(data, added, control), ensure_ascii=False))
-        except Exception as error:  # the library's own have no narrower type
+        except BaseException as error:  # the library's own have no narrower type
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # its panics are none
+                raise
             raise BadCheckpoint(f"The tokenizer in {path} cannot be used: {error}. Download it again.") from error
         if _splits(self._backend, "ab cd", 2):
             delimiters = _pre_tokenizer_delimiters(self._backend, _unjoined(added))

@@ -118,7 +118,15 @@ class _SafetensorsCheckpoint(Checkpoint):
         form = self.int8_format
         if form is None or self._stored[name].dtype != "I8":
             return self._get(name)
-        scale = self._get(name.removesuffix(".weight") + form.scale).float().flatten() * form.factor
+        named = name.removesuffix(".weight") + form.scale
+        scale = self._get(named).float().flatten() * form.factor
+        # Others write 0 for a row of zeros; quantising here gives such a row a scale too.
+        if not bool((scale.isfinite() & (scale > 0 if form.turned else scale >= 0)).all()):
+            least = "above 0" if form.turned else "0 or more"
+            raise BadCheckpoint(
+                f"{self.path.name}: {named} has a scale that is not a finite number {least}. Download it again, or "
+                "quantize the model anew."
+            )
         return QuantizedWeight(self._get(name), scale)
 
     def _get(self, name: str) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from models import kv_bits
 from models.config import ModelConfig
 from models.errors import BadPattern
 from models.files import read_json
@@ -52,8 +53,12 @@ class HeadPattern:
                     f"{name} = {value!r} in {self.source} must be a whole number of tokens, {least} or more."
                 )
         bits = self.kv_bits
-        if bits is not None and (isinstance(bits, bool) or not isinstance(bits, int | float) or not 4 <= bits <= 9):
-            raise BadPattern(f"kv_bits = {str(bits)[:40]!r} in {self.source} must be a number of bits, 4 to 9.")
+        number = isinstance(bits, int | float) and not isinstance(bits, bool)
+        if bits is not None and not (number and kv_bits.LEAST <= bits <= kv_bits.MOST):
+            raise BadPattern(
+                f"kv_bits = {str(bits)[:40]!r} in {self.source} must be a number of bits, {kv_bits.LEAST} to "
+                f"{kv_bits.MOST:g}."
+            )
         scores.setflags(write=False)
         object.__setattr__(self, "scores", scores)
 
@@ -62,16 +67,22 @@ class HeadPattern:
         """Read the published format: a table of scores, and a config.json with sink_size and recent_size."""
         try:
             lines = (folder / _SCORES).read_text(encoding="utf-8").splitlines()
-            scores = np.array([[float(score) for score in line.split("\t")] for line in lines])
+            rows = [[float(score) for score in line.split("\t")] for line in lines]
             settings = read_json(folder / _SETTINGS)
         except FileNotFoundError as error:
             raise BadPattern(f"{folder} is not a head pattern: it needs {_SCORES} and {_SETTINGS}.") from error
         except (OSError, ValueError) as error:
             raise BadPattern(f"The head pattern in {folder} cannot be read: {error}.") from error
+        for number, row in enumerate(rows, 1):
+            if len(row) != len(rows[0]):
+                raise BadPattern(
+                    f"{folder / _SCORES}, line {number} has {len(row)} scores, the first line {len(rows[0])}: every "
+                    "layer has as many KV heads. Download it again, or identify the heads anew."
+                )
         if not {"sink_size", "recent_size"} <= settings.keys():
             raise BadPattern(f"{folder / _SETTINGS} must name sink_size and recent_size.")
         source = settings.get("source") or settings.get("exp_name") or folder.name
-        return cls(scores, settings["sink_size"], settings["recent_size"], str(source), settings.get("kv_bits"))
+        return cls(np.array(rows), settings["sink_size"], settings["recent_size"], str(source), settings.get("kv_bits"))
 
     def save(self, folder: Path) -> None:
         """Write the published format; `load` gives back the same pattern."""

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from models import kv_bits
 from models.build import Build, layer_from
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool
@@ -179,8 +180,10 @@ def choose_wide(
     spread evenly, which takes the same memory. Raises UnsupportedModel for a budget that cannot be met.
     """
     least, most = (8 * kv4.bytes_per_token(head_dim, each) / (2 * head_dim) for each in (4, 8))
-    if not least <= bits <= most:
-        raise UnsupportedModel(said_by, bits, f"{least:g} to {most:g} at this model's head size")
+    allowed = min(most, kv_bits.MOST)
+    if not least <= bits <= allowed:
+        range_ = f"{least:g} to {allowed:g}" if least <= allowed else "none"
+        raise UnsupportedModel(said_by, bits, f"{range_} at this model's head size, {head_dim}")
     heads = np.flatnonzero(mask)
     count = int((bits - least) / (most - least) * len(heads) + 1e-6)
     if losses is None:

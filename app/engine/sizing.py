@@ -16,7 +16,7 @@ from app.errors import UsageError
 from models.cache.plan import MemoryPlan, plan_memory
 from models.cache.shape import CacheShape
 from models.config import ModelConfig
-from models.errors import DoesNotFit
+from models.errors import BadPattern, DoesNotFit
 from models.heads import HeadPattern
 from models.measured import choose_wide
 
@@ -41,7 +41,7 @@ def resolve_shape(
     """The retrieval mask [layers, kv_heads] and the cache's shape; without a pattern every head keeps everything.
 
     losses: of each head, see models/measured.py; they say which heads get 8 bits, not how many.
-    Raises UsageError for a window that is longer than the model's.
+    Raises UsageError, or BadPattern, for a window that is longer than the model's.
     """
     for flag, tokens in (("--sink-tokens", settings.sink), ("--recent", settings.recent)):
         if tokens is not None and tokens > config.max_positions:
@@ -52,12 +52,25 @@ def resolve_shape(
         pattern, ratio = HeadPattern.all_retrieval(config), 1.0
     else:
         ratio = settings.retrieval_ratio
+        for name, flag, tokens, given in (
+            ("sink_size", "--sink-tokens", pattern.sink, settings.sink),
+            ("recent_size", "--recent", pattern.recent, settings.recent),
+        ):
+            if given is None and tokens > config.max_positions:
+                raise BadPattern(
+                    f"{name} of the head pattern {pattern.source} is {_shown(tokens)}; this model's window is "
+                    f"{config.max_positions:,} tokens. Give a smaller {flag}."
+                )
     pattern.check(config)
     mask = pattern.retrieval_mask(ratio)
     sink = pattern.sink if settings.sink is None else settings.sink
     recent = pattern.recent if settings.recent is None else settings.recent
     wide = resolve_wide(config, pattern, mask, settings, losses)
     return mask, CacheShape.for_model(config, mask, settings.kv, sink, recent, device, wide)
+
+
+def _shown(tokens: int) -> str:
+    return f"{tokens:,}" if tokens < 10**30 else "a number of more than 30 digits"
 
 
 def resolve_wide(

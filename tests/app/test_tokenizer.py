@@ -416,6 +416,9 @@ def test_merges_that_are_none_are_refused_by_file(tmp_path: Path, merges: list[s
         *(("model.vocab", value) for value in (None, [], {}, {"a": "1"}, {"a": -1}, {"a": 10**9}, {"a": True})),
         *(("model.merges", value) for value in (None, {}, [["a"]], [1], [["a", 1]])),
         ("model.unk_token", []),
+        *(("model.continuing_subword_prefix", value) for value in ("x", "##", [1])),
+        ("model.end_of_word_suffix", "</w>"),
+        *((f"{key}.type", value) for key in ("normalizer", "decoder") for value in ([], {}, 1)),
         *(("added_tokens", value) for value in ({}, ["a"], [{}], [{"id": -1, "content": "x", "special": True}])),
         *((key, "x") for key in ("normalizer", "pre_tokenizer", "decoder", "post_processor")),
         ("normalizer.normalizers", [{}]),
@@ -433,6 +436,19 @@ def test_a_tokenizer_json_that_lies_is_refused_by_file_and_field(tmp_path: Path,
     changed = {**(data[outer] or {}), inner: value} if inner else value
     (tmp_path / "tokenizer.json").write_text(json.dumps(data | {outer: changed}))
     with pytest.raises(BadCheckpoint, match=rf"tokenizer\.json is damaged: {field} must be"):
+        Tokenizer(tmp_path)
+
+
+def test_a_panic_of_the_library_is_told_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    PanicException = type("PanicException", (BaseException,), {})  # as the library's, which cannot be imported
+
+    class Panicking:
+        def from_str(self, text: str) -> None:
+            raise PanicException("byte index 2 is not a char boundary")
+
+    byte_level(tmp_path, None)
+    monkeypatch.setattr("app.tokenizer.Backend", Panicking())
+    with pytest.raises(BadCheckpoint, match="cannot be used"):
         Tokenizer(tmp_path)
 
 

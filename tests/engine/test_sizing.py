@@ -12,7 +12,8 @@ from app.engine.sizing import fit, resolve_shape
 from kernels import cpu
 from kernels.attention_prefill import BLOCKS, WINDOW, blocks
 from models.checkpoint import open_checkpoint
-from models.errors import DoesNotFit
+from models.errors import BadPattern, DoesNotFit
+from models.heads import HeadPattern
 
 CPU = torch.device("cpu")
 WHY = blocks.declines(CPU, 64, True, torch.bfloat16)
@@ -59,3 +60,12 @@ def test_what_does_not_fit_names_what_would(changes, gib, told):
         fit(config, shape, settings, CPU, free)
     for flag, value in re.findall(r"--(chunk|context) (\d+)", str(caught.value)):
         fit(config, shape, replace(settings, **{flag: int(value)}), CPU, free)
+
+
+@pytest.mark.parametrize("name", ["sink", "recent"])
+def test_a_pattern_whose_windows_are_longer_than_the_models_is_refused_by_name(name):
+    config = open_checkpoint(embedded_model_path()).config
+    pattern = replace(HeadPattern.all_retrieval(config), **{name: 10**12})
+    with pytest.raises(BadPattern, match=rf"{name}_size of the head pattern .* is 1,000,000,000,000; .* --"):
+        resolve_shape(config, pattern, Settings(), CPU)
+    resolve_shape(config, pattern, Settings(**{name: 8}), CPU)  # what the person says counts

@@ -13,6 +13,8 @@ from models.cache.pool import BlockPool
 from models.cache.shape import CacheShape
 from models.checkpoint import open_checkpoint
 from models.errors import BadCheckpoint, UnsupportedModel
+from models.quantize import quantize_checkpoint
+from quant import formats
 from quant.formats import QuantizedWeight
 from quant.w8a8 import quantize_weight
 from tests.models.tiny import HF, SIZES, parameters, tiny_model
@@ -210,3 +212,41 @@ def test_layers_left_unquantised_are_served_unquantised(tmp_path):
     save_file(state, file)
     with pytest.raises(UnsupportedModel, match="some of q, k, v"):
         logits(tmp_path / "x", ids)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale", "refused"),
+    [
+        *((kind, scale, True) for kind in (*SECTIONS, "octavo") for scale in (-1.0, float("nan"), float("inf"))),
+        *((kind, 0.0, False) for kind in SECTIONS),  # of a row of zeros
+        ("octavo", 0.0, True),  # which `quantize` gives a scale too
+    ],
+)
+def test_scales_that_no_weight_has_are_refused_by_name(tmp_path, kind, scale, refused):
+    if kind == "octavo":
+        tiny = tiny_model("llama")
+        tiny.model.layers[0].mlp.gate_proj.weight.data[3] = 0
+        tiny.half().save_pretrained(tmp_path / "float")
+        quantize_checkpoint(
+            open_checkpoint(tmp_path / "float"), tmp_path / "model", [], formats.metadata("a/b", "abc", {}, None), CPU
+        )
+    else:
+        write(tmp_path / "model", kind)
+    name = "model.layers.0.mlp.gate_proj.weight"
+    assert isinstance(open_checkpoint(tmp_path / "model").load(name), QuantizedWeight)
+    for file in (tmp_path / "model").glob("*.safetensors"):
+        tensors = load_file(file)
+        for key in tensors:
+            if (
+                key.startswith(name.removesuffix("weight"))
+                and key.rpartition(".")[2] != "weight"
+                and tensors[key].dim()
+            ):
+                tensors[key].view(-1)[1] = scale
+        save_file(tensors, file)
+    checkpoint = open_checkpoint(tmp_path / "model")
+    if not refused:
+        checkpoint.load(name)
+        return
+    with pytest.raises(BadCheckpoint, match=r"layers\.0\.mlp\.gate_proj\.\w+ has a scale that is not"):
+        checkpoint.load(name)

@@ -102,6 +102,12 @@ def test_a_budget_gives_its_share_of_heads_and_no_more():
             choose_wide(mask, losses, bits, 128)
 
 
+@pytest.mark.parametrize(("size", "told"), [(4, "none at"), (16, "6 to 8.5 at"), (64, "4.5 to 8.5 at")])
+def test_no_budget_is_told_as_allowed_that_flag_and_pattern_refuse(size, told):
+    with pytest.raises(UnsupportedModel, match=told):
+        choose_wide(np.ones((2, 2), dtype=bool), None, 8.6, size)
+
+
 def test_the_plan_counts_what_the_cache_takes(folder):
     config = open_checkpoint(folder).config
     _, shape = resolve_shape(config, None, Settings(kv_bits=7.0), CPU)
