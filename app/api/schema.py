@@ -105,8 +105,9 @@ Part = Annotated[
 Content = Annotated[
     Annotated[str, Tag("as text")] | Annotated[list[Part], Tag("as list")], Discriminator(_text_or_list)
 ]
+_StopText = Annotated[str, Field(min_length=1)]
 Stop = Annotated[
-    Annotated[str, Tag("as text")] | Annotated[list[Annotated[str, Field(min_length=1)]], Tag("as list")],
+    Annotated[_StopText, Tag("as text")] | Annotated[list[_StopText], Tag("as list")],
     Discriminator(_text_or_list),
 ]
 
@@ -170,7 +171,7 @@ class _Generate(_Strict):
             if getattr(self, name) is not None
         }
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return SamplingParams(**given, max_new_tokens=self.longest, stop=tuple(filter(None, stops)))
+        return SamplingParams(**given, max_new_tokens=self.longest, stop=stops)
 
 
 class ChatRequest(_Generate):

@@ -25,6 +25,11 @@ def parse(archive: Archive, member: str) -> etree._Element:
                 f"{archive.name}: {member} nests its elements deeper than {_DEEPEST}, the limit. Take tables out of"
                 " tables, and save it again."
             ) from error
+        if "amplification" in why:
+            raise BadDocument(
+                f"{archive.name}: {member} defines entities that grow far beyond the file, as a program may write to do"
+                " harm and none does for a text. Open it, and save it again."
+            ) from error
         if "XML_PARSE_HUGE" in why or "too big" in why:
             raise BadDocument(
                 f"{archive.name}: {member} holds one text, name or value of more than {_LONGEST:,} characters, the"

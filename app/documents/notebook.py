@@ -7,9 +7,9 @@ from typing import Any
 
 from app.documents.document import Extract, Limits
 from app.errors import BadDocument
+from models.files import json_fault
 
 _OUTPUT_CHARS = 4000  # of one output; logs and tables beyond that say little
-_HUGE = "a number has too many digits"  # Python's own words for it are advice on Python
 _SHOWN = ("text/markdown", "text/plain")  # the better one first; pictures and HTML are left out
 
 
@@ -18,7 +18,7 @@ def read(data: bytes, name: str, limits: Limits) -> Extract:
     try:
         book = json.loads(data)
     except (ValueError, RecursionError) as error:
-        why = _HUGE if type(error) is ValueError else error
+        why = json_fault(error)
         raise BadDocument(f"{name} is a damaged notebook: {why}. Open it in Jupyter and save it again.") from error
     if not isinstance(book, dict) or not isinstance(cells := _cells(book), list):
         raise BadDocument(f"{name} is no notebook: it has no cells. Open it in Jupyter and save it again.")

@@ -51,6 +51,7 @@ def test_refusals_name_the_field(client: openai.OpenAI) -> None:
         ({"extra_body": {"nonsense": 1}}, "nonsense"),
         ({"temperature": 3}, "temperature"),
         ({"stop": [""]}, "stop[0]"),
+        ({"stop": ""}, "stop"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 10**30}, "max_tokens"),

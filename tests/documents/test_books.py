@@ -151,7 +151,8 @@ def test_a_notebook_gives_its_cells_and_outputs(tmp_path: Path) -> None:
     ("data", "words"),
     [
         (b"{", "damaged notebook"),
-        (b"[" * 200_000, "damaged notebook"),
+        (b"[" * 200_000, "damaged notebook: it is nested too deeply. Open it"),
+        (b'{"cells": "\xff"}', "damaged notebook: it is not UTF-8. Open it"),
         (b'{"nbformat": ' + b"9" * 5000 + b"}", "damaged notebook: a number has too many digits. Open it"),
         (b"[]", "no notebook"),
         (b'{"cells": 1}', "no notebook"),

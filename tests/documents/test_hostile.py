@@ -56,6 +56,15 @@ def test_odd_values_do_not_break_a_document(tmp_path: Path) -> None:
     assert "Chapter two" in read_document(tmp_path / "a.epub").text
 
 
+def test_entities_that_grow_without_end_are_told_in_our_words(tmp_path: Path) -> None:
+    bomb = "".join(f'<!ENTITY e{i} "{f"&e{i - 1};" * 100 if i else "x" * 100}">' for i in range(6))
+    body = f'<!DOCTYPE d [{bomb}]><w:document xmlns:w="x"><w:body w:a="&e5;"/></w:document>'
+    (tmp_path / "a.docx").write_bytes(archive({"word/document.xml": body}))
+    with pytest.raises(BadDocument, match=r"word/document\.xml defines entities that grow") as caught:
+        read_document(tmp_path / "a.docx")
+    assert "xmlCtxt" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
