@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from app.engine.graph import DecodeGraph
-from benchmarks._report import at_most
+from benchmarks._report import Wrong, at_most
 from models.cache.endless import EndlessCache
 from models.cache.live_endless import LiveEndless
 from models.decoder import Decoder
@@ -18,10 +18,6 @@ CHUNK = 16_384
 NEAR, FAR = 16_384, 4_194_304  # where speed is taken
 STEPS, WARM, ROUNDS = 20, 3, 40  # decode steps a round; rounds that warm up, and those that count
 SLIDES = 8
-
-
-class Wrong(Exception):
-    """A result is not what it should be, so its speed means nothing."""
 
 
 class Speed:

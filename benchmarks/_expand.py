@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from benchmarks._llama_8b import Wrong
+from benchmarks._report import Wrong
 from models.cache.shape import CacheShape
 
 

@@ -29,10 +29,6 @@ WINDOW = LLAMA_8B["max_position_embeddings"]
 HEADS = (2, 1, 3, 0, 2, 5, 2, 4, 5, 3, 4, 4, 1, 6, 4, 5, 5, 6, 4, 3, 6, 4, 5, 5, 5, 5, 5, 6, 5, 5, 8, 0)
 
 
-class Wrong(Exception):
-    """A result is not what the reference says, so no figure of it means anything."""
-
-
 def synthetic_pattern() -> HeadPattern:
     """As many retrieval heads in each layer as HEADS says, the first ones."""
     scores = np.arange(8)[None] < np.array(HEADS)[:, None]

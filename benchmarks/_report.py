@@ -16,6 +16,10 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 
 
+class Wrong(Exception):
+    """A result is not what the reference says, so no figure of it means anything."""
+
+
 @dataclass(frozen=True)
 class Bar:
     """A figure with the bar it is held to; `bar` is text such as ">= 1.2"."""

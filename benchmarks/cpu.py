@@ -31,17 +31,14 @@ from app.measured_heads import measured_heads
 from app.tokenizer import Tokenizer
 from benchmarks import _llama_cpp
 from benchmarks._peer import transformers_model
-from benchmarks._report import Bar, at_least, at_most, finish, parser_for, threads_flag
+from benchmarks._report import Bar, Wrong, at_least, at_most, finish, parser_for, threads_flag
 from models.cache.duo import DuoCache
 from models.checkpoint import Checkpoint, open_checkpoint
 
 LENGTHS = (1024, 4096, 7500)
 DECODED = 24  # tokens a run, after the prompt
 REPEATS = 3
-
-
-class Wrong(Exception):
-    """The result of a side is not what it should be, so its speed means nothing."""
+ALONE = 256  # tokens of the check that are read one by one
 
 
 def main(argv: list[str]) -> int:
@@ -108,8 +105,8 @@ def _bars(rows: list[tuple[int, str, float, float, Any]]) -> Iterator[Bar]:
         prefill, decode, kv = at["octavo"]
         yield at_least(f"prefill at {length}, x transformers", prefill / max(p[0] for p in peers), "x", 1.2)
         yield at_least(f"decode at {length}, x transformers", decode / max(p[1] for p in peers), "x", needed[length])
-        fastest = max(peers, key=lambda peer: peer[1])
-        yield at_most(f"KV memory at {length}, of transformers", kv / fastest[2], "of it", 0.25)
+        least = min(peer[2] for peer in peers)  # that of bf16, whichever of the two is faster today
+        yield at_most(f"KV memory at {length}, of transformers' bf16", kv / least, "of it", 0.25)
 
 
 class _Ours:
@@ -165,17 +162,24 @@ class _Transformers:
 
 @torch.inference_mode()
 def _check(ours: _Ours, theirs: _Transformers, ids: list[int]) -> None:
-    """Next-token loss over the last 1,000 of 2,048 tokens must be within 3 % of transformers', and no answer NaN."""
+    """Next-token loss over the last 1,000 of 2,048 tokens must be within 3 % of transformers', and no answer NaN.
+
+    The last of them are read one by one, as tokens of an answer are: other kernels serve those.
+    """
     tokens = torch.tensor(ids[:2048])
-    cache = DuoCache(ours.runner.pool)
-    logits = ours.runner.decoder.logits(ours.read(ids[:2048], cache)[-1001:-1])
+    cache, decoder = DuoCache(ours.runner.pool), ours.runner.decoder
+    hidden = [ours.read(ids[: 2048 - ALONE], cache)[ALONE - 1001 :]]
+    hidden += [decoder.forward(tokens[at : at + 1], cache) for at in range(2048 - ALONE, 2047)]
+    logits = decoder.logits(torch.cat(hidden))
     cache.release()
     want = theirs.model(tokens[None], logits_to_keep=1001).logits[0, :-1]
     loss, reference = F.cross_entropy(logits, tokens[-1000:]).item(), F.cross_entropy(want, tokens[-1000:]).item()
-    agreement = (logits.argmax(-1) == want.argmax(-1)).float().mean().item()
-    print(f"checked: loss {loss:.4f}, transformers fp32 {reference:.4f}; same top token {agreement:.1%}")
-    if not loss < reference * 1.03 or not agreement > 0.85:
-        raise Wrong(f"loss {loss:.4f} against {reference:.4f}, same top token {agreement:.1%}: no speed is reported")
+    same = (logits.argmax(-1) == want.argmax(-1)).float()
+    agreement, alone = same.mean().item(), same[-ALONE:].mean().item()
+    told = f"same top token {agreement:.1%}, behind tokens read alone {alone:.1%}"
+    print(f"checked: loss {loss:.4f}, transformers fp32 {reference:.4f}; {told}")
+    if not loss < reference * 1.03 or not min(agreement, alone) > 0.85:
+        raise Wrong(f"loss {loss:.4f} against {reference:.4f}, {told}: no speed is reported")
 
 
 def _seconds_to_first_page() -> float:

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks._picture import draw
-from benchmarks._report import Bar, at_least, at_most, finish, parser_for
-from benchmarks._step import EXPANDED, LONGEST, Wrong, step_figures
+from benchmarks._report import Bar, Wrong, at_least, at_most, finish, parser_for
+from benchmarks._step import EXPANDED, LONGEST, step_figures
 from kernels.attention_decode import KV4_DECODE, Packed
 from kernels.kv4_pack import KV4_LAYOUT
 
@@ -57,7 +57,8 @@ def main(argv: list[str]) -> int:
     dense, why = flashinfer_rates()
     limit = max(dense.values()) if dense else copy
     steps = step_figures(_full_attention())
-    bars = [*_bars(rates, worst, limit), *_step_bars(steps, limit)]
+    unit = "of FlashInfer" if dense else "of a copy"
+    bars = [*_bars(rates, worst, limit, unit), *_step_bars(steps, limit, unit)]
     details = {
         "copy_tb_s": copy,
         "limit": "FlashInfer bf16 decode" if dense else f"device copy ({why})",
@@ -76,15 +77,15 @@ def _named(rates: dict[tuple[int, int], float]) -> dict[str, float]:
     return {f"{heads} KV heads, {tokens} tokens": round(rate, 4) for (heads, tokens), rate in rates.items()}
 
 
-def _bars(rates: dict[tuple[int, int], float], worst: float, limit: float) -> list[Bar]:
+def _bars(rates: dict[tuple[int, int], float], worst: float, limit: float, unit: str) -> list[Bar]:
     bars = []
     for (heads, tokens), least in BARS.items():
         name = f"attention kernel, {heads} KV heads, {tokens} tokens"
-        bars.append(at_least(name, rates[heads, tokens] / limit, "of limit", least))
+        bars.append(at_least(name, rates[heads, tokens] / limit, unit, least))
     return [*bars, at_most("error against float64", worst * 1e3, "per mille", 1.0)]
 
 
-def _step_bars(steps: dict[str, Any], limit: float) -> list[Bar]:
+def _step_bars(steps: dict[str, Any], limit: float, unit: str) -> list[Bar]:
     ms = steps["ms"]
     slope, intercept = (float(x) for x in np.polyfit(list(ms), list(ms.values()), 1))
     rate = steps["bytes_a_token"] / slope / 1e9
@@ -92,7 +93,7 @@ def _step_bars(steps: dict[str, Any], limit: float) -> list[Bar]:
     steps["line"] = {"ms_at_0": round(intercept, 3), "tb_s": round(rate, 3)}
     faster = "x faster than bf16 weights and full bf16 attention"
     return [
-        at_least("whole step: bytes a token over its slope", rate / limit, "of limit", 0.85),
+        at_least("whole step: bytes a token over its slope", rate / limit, unit, 0.85),
         at_most("whole step: without context", intercept, "ms", 3.5),
         at_most("one step at 4,194,304 tokens", ms[LONGEST], "ms", 22.0),
         at_least(f"{faster}, 320K", dense[320 << 10] / ms[320 << 10], "x", 3.0),
@@ -208,7 +209,7 @@ def kernel_rate(history: Packed, heads: int, tokens: int) -> tuple[float, float]
     scale = HEAD_DIM**-0.5
     out = decode(q, exact_k, exact_v, parts[-1], layout, scale)
     error = relative_error(out, float64_attention(q, exact_k, exact_v, parts[-1], layout, scale))
-    if not error <= 1e-3:
+    if not error <= 1e-2:  # no speed of what is wrong; the bar is stricter
         raise Wrong(f"{heads} heads, {tokens} tokens: error {error:.2e} against float64")
     time = seconds(lambda i: decode(q, exact_k, exact_v, parts[i], layout, scale), len(parts))
     return heads * tokens * (HEAD_DIM + 8) / time / 1e12, error

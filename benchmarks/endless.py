@@ -29,8 +29,8 @@ from app.config import EMBEDDED_MODEL, Settings
 from app.engine.sizing import resolve_shape
 from app.model import find_model
 from app.tokenizer import Tokenizer
-from benchmarks._endless_speed import CHUNK, FAR, Speed, Wrong
-from benchmarks._report import RESULTS, Bar, at_least, at_most, finish, parser_for
+from benchmarks._endless_speed import CHUNK, FAR, Speed
+from benchmarks._report import RESULTS, Bar, Wrong, at_least, at_most, finish, parser_for
 from kernels.attention_prefill import ATTENTION
 from models.build import load_decoder
 from models.cache.duo import DuoCache
@@ -236,15 +236,17 @@ def _windows_only(side: _Sides, ids: Tensor) -> list[dict[str, Any]]:
 
 
 def _text_bars(rows: list[dict[str, Any]]) -> list[Bar]:
-    worst = max(row["endless"] / row["recomputed"] for row in rows)
-    lowest = min(row["window_only"] / row["recomputed"] for row in rows)
+    worst = float(np.max([row["endless"] / row["recomputed"] for row in rows]))  # NaN stays NaN
+    lowest = float(np.min([row["window_only"] / row["recomputed"] for row in rows]))
     bars = [
         at_most("endless perplexity over recomputed, worst stretch", worst, "x", LIMIT),
         at_least("window only collapses, its best stretch over recomputed", lowest, "x", COLLAPSE),
     ]
     past = [row["dense"] / row["recomputed"] for row in rows if row["dense"] is not None and row["from"] >= STRETCH]
     if past:
-        bars.append(at_least("dense collapses past 8K, its best stretch over recomputed", min(past), "x", COLLAPSE))
+        bars.append(
+            at_least("dense collapses past 8K, its best stretch over recomputed", float(np.min(past)), "x", COLLAPSE)
+        )
     return bars
 
 

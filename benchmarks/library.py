@@ -21,8 +21,8 @@ from app.config import Settings
 from app.embedded import embedded_model_path
 from app.engine.sizing import CHUNKS, resolve_shape
 from app.engine.snapshots import SnapshotStore
-from benchmarks._llama_8b import Wrong, octavo_8b
-from benchmarks._report import at_least, finish, parser_for
+from benchmarks._llama_8b import octavo_8b
+from benchmarks._report import Wrong, at_least, finish, parser_for
 from models.build import load_decoder
 from models.cache.duo import DuoCache
 from models.cache.pool import BlockPool

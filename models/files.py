@@ -26,7 +26,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def json_object(data: bytes) -> dict[str, Any]:
     """The JSON object that UTF-8 bytes spell; raises ValueError in words for people."""
     try:
-        value = json.loads(data.decode())
+        value = json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ValueError(json_fault(error)) from error
     if not isinstance(value, dict):

@@ -11,8 +11,8 @@ _WELCOME = """
     PRIVATE</p>
 NOTE
   <button type="button" class="oc-primary" data-do="add">Add documents</button>
-  <p class="oc-kinds">PDF, Word, OpenDocument, RTF, EPUB, HTML, Markdown, text, notebooks, source code; folders, zip and
-    tar archives of them. Drop them anywhere, or paste a long text.</p>
+  <p class="oc-kinds">PDF, Word, OpenDocument, RTF, EPUB, HTML, Markdown, text, CSV, JSON, notebooks, source code;
+    folders, zip and tar archives of them. Drop them anywhere, or paste a long text.</p>
   <ul class="oc-examples" aria-label="Example questions">
     <li><button type="button" data-example>Summarise the main points in five sentences.</button></li>
     <li><button type="button" data-example>Which people, places and dates are named?</button></li>

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from kernels.attention_prefill.check import wrong
 
+FA3_SERVES = "FA3 is for this GPU"
+
 
 @dataclass(frozen=True)
 class FlashInfer:
@@ -29,7 +31,7 @@ class FlashInfer:
         if self.kernel == "fa3" and capability[0] != 9:
             return "for compute capability 9.0"
         if self.kernel == "fa2" and capability[0] == 9:
-            return "FA3 is for this GPU"
+            return FA3_SERVES
         if capability < (8, 0):
             return "needs sm_80 or newer"
         if head_dim not in (64, 128, 256):

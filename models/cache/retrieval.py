@@ -153,7 +153,7 @@ class RetrievalHeads:
         new, tail = divmod(before + q.shape[0], shape.block)
         table = self._listing(ids, full + new)
         if new:
-            self.store.store(slots, table[full:], k[:, : new * shape.block], v[:, : new * shape.block])
+            self.store.write_in_c(slots, table[full:], k[:, : new * shape.block], v[:, : new * shape.block])
         first = self.keys[slots, : shape.front], self.values[slots, : shape.front]
         packed = self.store.packed(slots, table)
         out: Tensor = self._blocks.attend(q, (k, v), first, packed, length - shape.front, self._scale)

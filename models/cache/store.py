@@ -64,7 +64,7 @@ class HeadStore:
         self._scales[slots, index] = scales.unflatten(1, (n, -1))
         return self._restore(k_codes, v_codes, scales)
 
-    def store(self, slots: slice, ids: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write_in_c(self, slots: slice, ids: Tensor, keys: Tensor, values: Tensor) -> None:
         """As `write`, in one pass of C where `kernels.kv4_pack.native` serves; ids int32."""
         shape = self.shape
         share = kv4.step_share(shape.head_dim, shape.bits)
