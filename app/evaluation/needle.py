@@ -42,7 +42,9 @@ class Grid:
             raise UsageError("--depths and --trials must be 1 or more.")
         asked = self.depths if self.multi else len(self.lengths) * self.depths
         if asked > MOST_NEEDLES:
-            raise UsageError(f"These are {asked:,} needles; there are {MOST_NEEDLES} at most. Give fewer --depths or --length.")
+            raise UsageError(
+                f"These are {asked:,} needles; there are {MOST_NEEDLES} at most. Give fewer --depths or --length."
+            )
         if self.multi and self.depths * 64 > min(self.lengths):
             raise UsageError(
                 f"{self.depths} needles fill a document of {min(self.lengths)} tokens: give fewer --depths."
