@@ -96,6 +96,7 @@ class Turn:
     passages: tuple[Passage, ...] = ()  # where question and answer looked, the strongest first
     quotes: tuple[Quote, ...] = ()
     model: str = ""  # that answered
+    sampling: SamplingParams | None = None  # of this answer, where it was asked again and so varied
 
     @cached_property
     def digests(self) -> tuple[bytes, bytes]:
@@ -166,9 +167,9 @@ class Chat:
         self.head = turn.id
         return turn
 
-    def begin(self, question: str, sources: Sequence[Selection] = ()) -> Turn:
-        """Add a turn whose answer is to come."""
-        return self.add(Turn(question, tuple(sources), (), (), "", "running", answered=False))
+    def begin(self, question: str, sources: Sequence[Selection] = (), sampling: SamplingParams | None = None) -> Turn:
+        """Add a turn whose answer is to come; `sampling` where it is not the chat's."""
+        return self.add(Turn(question, tuple(sources), (), (), "", "running", answered=False, sampling=sampling))
 
     def update(self, turn_id: str, **changes: Any) -> Turn:
         """Change what a turn says; gives the new one."""

@@ -78,6 +78,9 @@ class Heads:
         rows = []
         if self.pattern is not None:
             rows.append(("Heads that keep everything", f"{now.heads}", f"{then.heads}"))
+        shape, wanted_shape = self._shape(self.settings), self._shape(wanted)
+        if shape.wide_heads or wanted_shape.wide_heads:  # what is told as 4 bits is not all of it
+            rows.append(("Of these in 8 bits, not 4", _in_8_bits(shape), _in_8_bits(wanted_shape)))
         for what, name, text in (
             (f"Cache of {context:,} tokens", "cache_bytes", _megabytes),
             ("One more token of cache", "token_bytes", lambda n: f"{n:,} bytes"),
@@ -118,6 +121,11 @@ def ratio_cost(
     seen_window = window * (window + 1) / 2 + (context - window) * window
     share = (heads * seen_full + streaming * seen_window) / ((heads + streaming) * seen_full)
     return RatioCost(ratio, heads, context, cache, _read_weights(config, settings, device) + cache, share)
+
+
+def _in_8_bits(shape: CacheShape) -> str:
+    """How many heads keep 8 bits."""
+    return str(sum(shape.retrieval_heads if shape.bits == 8 else shape.wide_heads))
 
 
 def _megabytes(count: float) -> str:

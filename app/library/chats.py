@@ -86,7 +86,7 @@ class ChatStore:
             ids = self._ids(plain["id"])
         except OSError:
             ids = b""  # made anew from the texts
-        sampling = SamplingParams(**plain["sampling"] | {"stop": tuple(plain["sampling"]["stop"])})
+        sampling = _sampling(plain["sampling"])
         chat = Chat(plain["system"], plain["id"], plain["title"], plain["created"], sampling, plain["ids_of"])
         documents: dict[str, Document | None] = {}
         for entry in plain["turns"]:
@@ -219,6 +219,8 @@ class ChatStore:
         names = ("id", "parent", "question", "answer", "finish_reason", "answered", "error", "at", "model")
         said = {name: getattr(turn, name) for name in names}
         said |= {"passages": [asdict(p) for p in turn.passages], "quotes": [asdict(q) for q in turn.quotes]}
+        if turn.sampling is not None:
+            said["sampling"] = asdict(turn.sampling)
         prompt, answer = turn.digests
         places = {
             "prompt": self._place(chat_id, turn.prompt_ids, prompt),
@@ -258,7 +260,7 @@ def _is_chat(plain: dict[str, Any]) -> bool:
         turns = {entry["id"]: _turn(entry, gone, b"") for entry in plain["turns"]}
         texts = [plain["title"], *(text for turn in turns.values() for text in (turn.question, turn.answer, turn.id))]
         times = [plain["created"], *(turn.at for turn in turns.values())]
-        SamplingParams(**plain["sampling"] | {"stop": tuple(plain["sampling"]["stop"])})
+        _sampling(plain["sampling"])
         order = [None, *turns]  # a turn stands behind the one that it follows
         linked = plain["head"] in order and all(t.parent in order[:at] for at, t in enumerate(turns.values(), 1))
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -319,4 +321,9 @@ def _turn(entry: dict[str, Any], documents: dict[str, Document | None], ids: byt
         tuple(Passage(**passage) for passage in entry["passages"]),
         tuple(Quote(**quote) for quote in entry["quotes"]),
         entry.get("model", ""),
+        _sampling(entry["sampling"]) if "sampling" in entry else None,
     )
+
+
+def _sampling(plain: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**plain | {"stop": tuple(plain["stop"])})

@@ -174,6 +174,12 @@ class Conversation:
             shelf.insert(at, attachment)
             self.shelf = shelf
 
+    def drop_refused(self) -> None:
+        """Take the files off the shelf that could not be read."""
+        with self._shelving:
+            if any(item.error for item in self.shelf):
+                self.shelf = [item for item in self.shelf if not item.error]
+
     def take_over(self, other: Conversation) -> None:
         """Have what waits on the shelf of another chat wait here; a file that is being read is read for this one."""
         with other._shelving:
@@ -229,7 +235,7 @@ class Conversation:
         return self._start(question, [*sources, *(attachment.source for attachment in attachments)])
 
     def ask_again(self, turn_id: str) -> Answer:
-        """Answer a question another time: sampled, since the likeliest answer is there already.
+        """Answer a question another time: sampled, since the likeliest answer is there already, and marked so.
 
         Its documents that a stop put back on the shelf are asked about with it.
         """
@@ -241,14 +247,15 @@ class Conversation:
         chosen = self.chat.sampling
         if chosen.temperature == 0:
             chosen = replace(chosen, temperature=0.7, top_p=0.95)
-        varied = replace(chosen, seed=random.getrandbits(32)) if turn.answered else None
+        varied = replace(chosen, seed=random.getrandbits(32)) if turn.answered else turn.sampling
         return self._start(turn.question, turn.sources, varied)
 
     def resume(self, turn_id: str) -> Answer:
         """Go on with an answer that was stopped or cut."""
         turn = self.chat.tree[turn_id]
         self.chat.show(turn_id)
-        return self._run(Answer(turn, turn.sources, resumed=True))
+        varied = turn.sampling and replace(turn.sampling, max_new_tokens=self.chat.sampling.max_new_tokens)
+        return self._run(Answer(turn, turn.sources, varied, resumed=True))
 
     def stop(self) -> None:
         if (answer := self.running) is not None:
@@ -276,7 +283,7 @@ class Conversation:
     def _start(self, question: str, sources: Sequence[Selection], sampling: SamplingParams | None = None) -> Answer:
         previous = self.running
         carried = previous.sources if previous is not None else ()
-        turn = self.chat.begin(question, sources)
+        turn = self.chat.begin(question, sources, sampling)
         return self._run(Answer(turn, (*carried, *sources), sampling))
 
     def _run(self, answer: Answer) -> Answer:

@@ -167,14 +167,14 @@ class Drawing:
 
     def _lists(self, session: Session) -> Changes:
         parts, owner, service = self.parts, session.owner, self.service
-        running = self.sessions.running(owner)
+        running, changes = self.sessions.running(owner), self.sessions.changes(owner)
         try:
             found, known = owner.chats.find(session.words), owner.documents()
             unread = owner.chats.unread
             at_once = {entry.label for entry in known if service.opens_at_once(entry.label)}
         except OSError as error:
             found, known, at_once, unread = [], [], set(), describe(error)[0]
-        chats = sidebar.chats(found, session.conversation.chat.id, running, session.words)
+        chats = sidebar.chats(found, session.conversation.chat.id, running, session.words, changes)
         held, quota = service.saved_bytes(), service.saved_quota
         note = session.conversation.unsaved or unread or service.saved_note
         library = sidebar.library(known, at_once, service.saved_bytes, service.reading_seconds, held, quota, note)

@@ -197,19 +197,21 @@ class Handlers:
 
     def _change_lists(self, session: Session, what: str, wanted: str, value: str) -> None:
         owner = session.owner
-        match what:
-            case "rename":
-                self.sessions.rename(owner, wanted, value)
-            case "delete":
-                self.sessions.forget(owner, wanted)
-            case "pin":
-                owner.pin(wanted, value == "true")
-            case "forget":
-                owner.remove(wanted)
-                if wanted not in self.service.library.listed():
-                    self.service.forget(wanted)
-                self.service.library.sweep(self.service.forget)
-        self.sessions.changed(owner)
+        try:
+            match what:
+                case "rename":
+                    self.sessions.rename(owner, wanted, value)
+                case "delete":
+                    self.sessions.forget(owner, wanted)
+                case "pin":
+                    owner.pin(wanted, value == "true")
+                case "forget":
+                    owner.remove(wanted)
+                    if wanted not in self.service.library.listed():
+                        self.service.forget(wanted)
+                    self.service.library.sweep(self.service.forget)
+        finally:
+            self.sessions.changed(owner)
 
     async def added(self, known: Session | None, event: gr.EventData, request: gr.Request) -> Changes:
         """Files have arrived: read them one after another."""

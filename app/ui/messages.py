@@ -9,6 +9,7 @@ from typing import Any
 
 from app.chat import CUT, Selection, Turn
 from app.documents import Document, is_code
+from app.engine.types import SamplingParams
 from app.evidence import Passage
 from app.places import parts_of, told
 from app.service import MemoryBegins
@@ -69,10 +70,21 @@ def turns(conversation: Conversation, first: int) -> str:
                     {"text": q.text, "found": bool(q.name), "place": told(q, read.get(q.document or ""))}
                     for q in turn.quotes
                 ],
+                "again": _again(turn, chat.sampling),
+                "varied": turn.sampling is not None,
                 "resume": turn.answered and turn.finish_reason in CUT and conversation.service.resumes,
             }
         )
     return f'<div data-turns="{escape(json.dumps(facts))}" data-first="{first}" data-chat="{chat.id}"></div>'
+
+
+def _again(turn: Turn, sampling: SamplingParams) -> str:
+    """What asking again does, where there is an answer."""
+    if not turn.answered:
+        return ""
+    if sampling.temperature == 0:
+        return "in other words: sampled, since at Exact the likeliest answer is the first one"
+    return "in other words"
 
 
 def _card_facts(passage: Passage, document: Document | None) -> dict[str, Any]:

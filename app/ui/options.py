@@ -25,7 +25,11 @@ class Preset:
 
 
 PRESETS = (
-    Preset("Exact", "Always the likeliest word. The same question gets the same answer.", SamplingParams()),
+    Preset(
+        "Exact",
+        "Always the likeliest word: the same question gets the same answer. Only \u201cAsk again\u201d varies it.",
+        SamplingParams(),
+    ),
     Preset("Balanced", "Some variety, no odd words.", SamplingParams(temperature=0.7, top_p=0.95)),
     Preset("Free", "Lively, and wrong more often.", SamplingParams(temperature=1.0, min_p=0.05)),
 )

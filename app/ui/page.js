@@ -173,7 +173,7 @@ function write(text) {
 const actions = {
   add: () => picker.click(),
   fresh: () => {
-    giveBack();
+    leave();
     trigger("fresh");
     box()?.focus();
   },
@@ -186,7 +186,7 @@ const actions = {
   earlier: (button) => act("earlier", idOf(button)),
   side: () => side(document.body.dataset.side === "closed", true),
   open: (button) => {
-    giveBack();
+    leave();
     act("open", idOf(button));
     if (narrow.matches) side(false);
   },
@@ -198,7 +198,7 @@ const actions = {
   export: (button) => save(button.closest(".oc-item"), button.dataset.kind),
   delete: (button) => {
     if (!confirm(`Delete the chat “${titleOf(button)}”?`)) return;
-    if (button.closest(".oc-item").querySelector("[aria-current]")) giveBack();
+    if (button.closest(".oc-item").querySelector("[aria-current]")) leave();
     act("delete", idOf(button));
   },
   pin: (button) => act("pin", idOf(button), button.dataset.pinned === "true" ? "false" : "true"),
@@ -208,33 +208,41 @@ const actions = {
   },
   unedit: () => {
     act("unedit");
-    write(unsent);
+    giveBack();
   },
   turn: (button) => {
-    if (button.dataset.act === "fork") giveBack();
+    if (button.dataset.act === "fork") leave();
     if (button.dataset.act === "edit") {
       if (answering()) return; // which the server would not do either
-      if (!edit) unsent = box().value;
-      edit ||= "begun";
+      if (unsent === null) [unsent, editedIn, editSeen] = [box().value, chatNow(), false];
       box().focus();
     }
     act(button.dataset.act, button.dataset.turn);
   },
 };
-let unsent = ""; // what stood in the question box before a question was edited there
-let edit = ""; // "begun", then "shown" until it ends
-function watchEdit() {
-  if (find("[data-do=unedit]")) edit = "shown";
-  else if (edit === "shown") {
-    edit = "";
-    if (unsent && !box().value) write(unsent); // the edited question was sent
-  }
-}
+const UNSENT = "octavo-unsent";
+// What stood in the question box before a question was edited there, and in which chat; null once it stands there again.
+let [unsent, editedIn] = JSON.parse(octavo.tab.getItem(UNSENT) || "[null]");
+let editSeen = unsent !== null; // whether the page has shown the edit
+const chatNow = () => find("#oc-turns [data-chat]")?.dataset.chat;
 function giveBack() {
-  if (!edit) return;
-  edit = "";
+  const draft = unsent || "";
+  unsent = null;
+  if (draft !== box().value) write(draft);
+}
+function watchEdit() {
+  if (unsent === null || !find("#oc-strip [data-state]:not([data-state=unknown])") || !chatNow()) return;
+  const shown = find("[data-do=unedit]");
+  if (shown) editSeen = true;
+  const sent = editSeen && !shown && !box().value;
+  if (sent || chatNow() !== editedIn) giveBack(); // or its chat was deleted in another tab
+}
+// The tab goes to another chat: what belongs to this one does not follow.
+function leave() {
+  for (const refused of arriving.querySelectorAll(".oc-bad")) refused.remove();
+  if (unsent === null) return;
   act("unedit");
-  write(unsent);
+  giveBack();
 }
 
 actions.options = () => act("options");
@@ -286,7 +294,10 @@ function rename(item) {
     if (done) return;
     done = true;
     if (field.isConnected) item.replaceChildren(...before);
-    if (keep) act("rename", id, field.value);
+    const title = field.value.trim();
+    if (!keep || !title) return;
+    before[0].querySelector("span").lastChild.data = title; // until the list comes with what the disk has taken
+    act("rename", id, title);
   };
   field.addEventListener("keydown", (event) => {
     if (event.key === "Enter") end(true);
@@ -354,6 +365,12 @@ addEventListener("change", (event) => {
   trigger("paged", { id: holder.dataset.id, first: value("first"), last: value("last") });
 });
 
+// A share outside 0 to 1 is told in its place, by the browser; the library would answer it with an error of the server.
+addEventListener("input", (event) => {
+  if (!event.target.matches?.("#oc-heads-ratio input[type=number]") || event.target.reportValidity()) return;
+  event.stopImmediatePropagation();
+}, true);
+
 // ---- a question that is sent while an answer is written stays in its box, and the person is told why
 const waiting = document.createElement("p");
 waiting.id = "oc-held";
@@ -401,6 +418,7 @@ let leaving = false;
 addEventListener("beforeunload", () => {
   leaving = true;
   octavo.tab.setItem(DRAFT, box()?.value || "");
+  octavo.tab.setItem(UNSENT, JSON.stringify([unsent, editedIn]));
 });
 // The library tells of each connection that ends with its page as of an error, before anyone else knows that it ends.
 const complain = console.error;

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from app.library import Owner
 from app.service import ChatService
-from app.ui.answer import Answer
 from app.ui.conversation import Conversation
 
 # How long a closed tab is remembered with what waits on its shelf; its chat is on disk.
@@ -108,9 +107,13 @@ class Sessions:
         """The lists of an owner are others now: every tab that shows them is to draw them anew."""
         self._changes[id(owner)] += 1
 
+    def changes(self, owner: Owner) -> int:
+        """How often the lists of an owner have changed."""
+        return self._changes[id(owner)]
+
     def lists(self, owner: Owner) -> object:
         """Equal as long as the lists of an owner look the same."""
-        return self._changes[id(owner)], self.running(owner)
+        return self.changes(owner), self.running(owner)
 
     async def open(self, kept: str, owner: Owner, page: str, again: bool = False) -> Session:
         """The session that a tab `kept` when its page is gone or is loaded `again`, else a new one; `page` holds it.
@@ -129,6 +132,8 @@ class Sessions:
         if session is None or (session.page is not None and not again):
             session = Session(owner, page, Conversation(self.service, owner))
             self._sessions[session.token] = session
+        session.page = None  # until what was refused on the page before is gone with it
+        self._left(session.conversation)
         session.page = page
         if forgotten:
             with suppress(OSError):  # who opens it from the list is told
@@ -165,6 +170,7 @@ class Sessions:
     def clear(self, session: Session) -> None:
         """Have a tab begin a new chat, with what waits on its shelf; what runs in the old one goes on."""
         old, new = session.conversation, session.draft
+        new.drop_refused()
         if new.asked or new.deleted or (new is old and old.asking.locked()):
             new = session.draft = Conversation(self.service, session.owner)
         if new is not old:
@@ -256,19 +262,23 @@ class Sessions:
 
         What it has read stays read. One that is in line holds nobody up.
         """
-        sessions, now = list(self._sessions.values()), time.monotonic()
-        watched = {id(session.conversation) for session in sessions if session.page is not None}
-        unwatched: dict[int, Answer] = {}
-        for session in sessions:
-            running = session.conversation.running
-            gone = session.page is None and now - session.left_at > UNWATCHED_S
-            if gone and running is not None and id(session.conversation) not in watched:
-                unwatched[id(running)] = running
-        queued = sum(answer.phase == "queued" for answer in unwatched.values())
+        now = time.monotonic()
+        seen_at: dict[Conversation, float] = {}  # by a page last: a chat is left when the last of its tabs is
+        for session in list(self._sessions.values()):
+            at = now if session.page is not None else session.left_at
+            seen_at[session.conversation] = max(at, seen_at.get(session.conversation, at))
+        unseen = [conversation.running for conversation, at in seen_at.items() if now - at > UNWATCHED_S]
+        unwatched = [answer for answer in unseen if answer is not None]
+        queued = sum(answer.phase == "queued" for answer in unwatched)
         if self.service.waiting > queued:
-            for answer in unwatched.values():
+            for answer in unwatched:
                 if answer.phase != "queued":
                     answer.stop()
+
+    def _left(self, conversation: Conversation) -> None:
+        """A page goes elsewhere: files that were refused are told of no longer, unless another shows the chat."""
+        if not self._shown(conversation):
+            conversation.drop_refused()
 
     def _shown(self, conversation: Conversation) -> bool:
         """Whether a page shows a conversation."""
@@ -279,6 +289,7 @@ class Sessions:
         """Show another chat. What runs or waits in the old one is held by a session without a page."""
         old, now = session.conversation, time.monotonic()
         session.show(conversation)
+        self._left(old)
         holder = next((other for other in list(self._sessions.values()) if other.conversation is old), None)
         if holder is None and (old.running is not None or old.asking.locked() or old.shelf or old.unsaved):
             holder = Session(session.owner, "", old)

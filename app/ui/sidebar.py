@@ -28,13 +28,16 @@ _PIN = (
 )
 
 
-def chats(entries: list[Listed], current: str, running: set[str], words: str) -> str:
-    """The list of chats; the one that is shown is marked, those that answer just now too."""
+def chats(entries: list[Listed], current: str, running: set[str], words: str, state: int = 0) -> str:
+    """The list of chats; the one that is shown is marked, those that answer just now too.
+
+    With another `state` it is drawn anew though nothing else differs: a title that the disk did not take goes.
+    """
     if not entries:
         text = "No chat has these words." if words.strip() else "Your chats are kept here."
         return f'<h2>Chats</h2><p class="oc-none">{text}</p>'
     items = "".join(_chat(entry, entry.id == current, entry.id in running) for entry in entries)
-    return f'<h2>Chats</h2><ul class="oc-list">{items}</ul>'
+    return f'<h2>Chats</h2><ul class="oc-list" data-drawn="{state}">{items}</ul>'
 
 
 def _chat(entry: Listed, current: bool, running: bool) -> str:

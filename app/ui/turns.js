@@ -37,11 +37,13 @@ function toolbar(turn, number, last) {
     bar.append(branches);
   }
   bar.append(tool("edit", `Edit question ${number}`, turn.id, "Edit question"));
-  bar.append(tool("again", `Answer question ${number} again`, turn.id, "Ask again"));
+  const again = bar.appendChild(tool("again", `Answer question ${number} again`, turn.id, "Ask again"));
+  if (turn.again) again.title += `, ${turn.again}`;
   bar.append(tool("fork", `Go on from answer ${number} in a new chat`, turn.id, "Branch"));
   if (turn.resume && last) {
     bar.append(tool("resume", `Continue answer ${number}`, turn.id, "Continue"));
   }
+  if (turn.varied) bar.append(part("span", "oc-varied", "Another wording, sampled"));
   return bar;
 }
 
@@ -346,6 +348,16 @@ function watchOn() {
   if (panel && panel.querySelector("details").open !== closely) panel.querySelector("details").open = closely;
 }
 
+// The self-test stands below the fold of most screens: its beginning, first rows and result are scrolled into sight.
+let tested = "";
+function showTest() {
+  const test = find("#oc-depths");
+  const before = tested;
+  tested = test?.querySelector("p, td")
+    ? [find("#oc-self-test-stop")?.checkVisibility(), Boolean(test.querySelector("td"))].join() : "";
+  if (tested && tested !== before && test.checkVisibility()) test.scrollIntoView({ block: "nearest" });
+}
+
 // ---- for those who hear the page: what it does, told once, not with every token
 const told = document.body.appendChild(part("div", "oc-unseen"));
 told.setAttribute("role", "status");
@@ -372,6 +384,7 @@ new MutationObserver(() => {
     watchOn();
     watchEdit();
     tell();
+    showTest();
     if (!answering()) waiting.remove();
   }, 0);
 }).observe(document.body, {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from app.model import OpenModel
 from app.ui import session as session_
 from app.ui.attachment import Attachment
 from app.ui.handlers import Handlers
+from app.ui.messages import turns
 from app.ui.session import Loading, Session, Sessions
 from app.ui.uploads import Uploads
 from tests.app.test_drawing import PARTS, document
@@ -555,5 +557,89 @@ def test_words_of_a_continued_answer_that_fails_are_kept(desk: Desk, monkeypatch
         for chat in (session.conversation.chat, saved):
             (turn,) = chat.tree.values()
             assert turn.answer.startswith("One two and more"[:15]) and turn.answer_ids == () and turn.error
+
+    result_of(use())
+
+
+def test_a_chat_is_left_when_the_last_of_its_tabs_is(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was closed long ago says nothing about the other, which is loaded again just now."""
+    going, now = threading.Event(), [1000.0]
+    monkeypatch.setattr(session_, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    desk.runner.hook = lambda step, slot: going.wait(10) if step == "decode" else None
+    desk.looked.set()
+
+    async def use() -> None:
+        sessions = desk.handlers.sessions
+        old, new = await desk.tab("old"), await desk.tab("new")
+        await desk.ask(old, "What?")
+        answer = old.conversation.running
+        assert answer is not None
+        await sessions.show(new, old.conversation.chat.id)
+        sessions.leave("old")
+        waits = desk.service.converse([Message("user", "And mine?")], SamplingParams(max_new_tokens=1))
+        for seconds, stopping in ((60.0, False), (14.0, False), (2.0, True)):
+            now[0] += seconds
+            sessions._give_way()
+            assert answer.stopping == stopping
+            sessions.leave("new")
+        going.set()
+        await asyncio.to_thread(list, waits)
+
+    result_of(use())
+
+
+def test_files_that_were_refused_go_with_the_page_that_told_of_them(desk: Desk, tmp_path: Path) -> None:
+    async def use() -> None:
+        session, first = await after_one_chat(desk)
+        sessions = desk.handlers.sessions
+        put(desk, session, tmp_path, "good.txt")
+
+        def refuse() -> None:
+            session.conversation.shelve(Attachment("scan.pdf", error="It has no text."))
+            assert waiting(session)[-1] == "scan.pdf"
+
+        refuse()
+        sessions.clear(session)  # pressed in the new chat itself
+        assert waiting(session) == ["good.txt"]
+        refuse()
+        await sessions.show(session, first)
+        refuse()
+        sessions.clear(session)
+        assert waiting(session) == ["good.txt"]
+        refuse()
+        await sessions.open(session.kept, session.owner, "loaded again", again=True)
+        assert waiting(session) == ["good.txt"]
+        await sessions.show(session, first)
+        assert waiting(session) == []
+        refuse()
+        other = await desk.tab("other")
+        await sessions.show(other, first)
+        await sessions.show(other, other.draft.chat.id)
+        assert waiting(session) == ["scan.pdf"]  # where it is still told of
+
+    result_of(use())
+
+
+def test_another_wording_is_marked_wherever_it_is_read(desk: Desk) -> None:
+    async def use() -> None:
+        session = await desk.tab()
+        await desk.asked(session, "What?")
+        conversation = session.conversation
+        first = next(iter(conversation.chat.tree.values()))
+        assert "sampled, since at Exact" in turns(conversation, 0)
+        answer = conversation.ask_again(first.id)
+        await asyncio.to_thread(answer.finished.wait, 10)
+        owner, chat = session.owner, conversation.chat
+        saved = owner.open_chat(chat.id)
+        assert saved is not None
+        for whole in (chat, saved):
+            one, two = whole.tree.values()
+            assert one.sampling is None and two.sampling is not None and whole.head == two.id
+            assert two.sampling.temperature > 0 and two.sampling.seed is not None
+        exported = json.loads(owner.export_chat(chat.id, "json") or "")
+        assert [turn.get("sampling", {}).get("temperature") for turn in exported["turns"]] == [None, 0.7]
+        assert "asked again: another wording, sampled*" in (owner.export_chat(chat.id, "md") or "")
+        conversation.show(first.id)
+        assert "another wording" not in (owner.export_chat(chat.id, "md") or "")
 
     result_of(use())

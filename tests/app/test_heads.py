@@ -94,6 +94,8 @@ def test_other_settings_cost_what_the_plan_says() -> None:
     plan, _, _ = plan_context(replace(settings, chunk=2048), 8192, gpu=False)
     same = rows()
     assert same["Heads that keep everything"] == ("45", "45")
+    assert same["Of these in 8 bits, not 4"] == ("11", "11")
+    assert rows(kv="kv8", kv_bits=None)["Of these in 8 bits, not 4"] == ("11", "45")
     assert same["Weights, workspace and cache of 8,192 tokens"] == (f"{plan.total_bytes / 1e6:,.0f} MB",) * 2
     assert same["One more token of cache"] == (f"{plan.bytes_per_token:,} bytes",) * 2
     wide, _, _ = plan_context(replace(settings, chunk=2048, kv="bf16"), 8192, gpu=False)

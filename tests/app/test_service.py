@@ -119,6 +119,7 @@ def test_loading_tells_its_stages_warms_up_and_happens_once() -> None:
     assert told == [("Reading the weights", 0.5), ("Warming up", 0.95), ("Ready", 1.0)]
     assert len(opened) == 1
     assert (opened[0].starts, opened[0].kept) == (1, {})
+    assert service.status()["ms_per_token"] == 0  # nothing was asked yet
     service.close()
 
 

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import httpx
 import pytest
@@ -122,6 +123,27 @@ def test_the_answer_is_found_when_the_connection_is_back(
     ask(page, "Does it go on?")
     until(lambda: page.inner_text("#oc-chat").count("this is its end") == 2, 60)
     assert page.input_value("#oc-question textarea") == ""
+
+
+def test_word_of_a_lost_connection_covers_no_question_box(
+    site: Site, wire: Wire, open_page: Callable[..., Page], tmp_path: Path
+) -> None:
+    page = open_page(wire.url)
+    state(page, "idle")
+    site.script.go.clear()
+    ask(page, "What is asked?")
+    page.wait_for_selector("#oc-question .stop-button")
+    wire.cut()
+    page.wait_for_selector(".toast-body", timeout=60_000)
+    for width, height in ((1440, 900), (390, 844)):
+        page.set_viewport_size({"width": width, "height": height})
+        toast, header, dock = (
+            page.locator(part).first.bounding_box() for part in (".toast-body", "#oc-header", "#oc-dock")
+        )
+        assert toast and header and dock
+        page.screenshot(path=str(tmp_path / f"lost-{width}.png"))
+        assert toast["y"] >= header["y"] + header["height"] and toast["y"] + toast["height"] <= dock["y"]
+    site.script.go.set()
 
 
 def test_a_reload_is_quiet(site: Site, open_page: Callable[..., Page]) -> None:

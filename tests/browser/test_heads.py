@@ -31,6 +31,12 @@ def opened(open_page: Open, site: Site) -> Page:
     return page
 
 
+def _bottom(page: Page, selector: str) -> float:
+    box = page.locator(selector).bounding_box()
+    assert box is not None
+    return box["y"] + box["height"]
+
+
 def asked_about(page: Page, path: Path) -> Page:
     """A page whose chat has asked about a document, which is in the library now."""
     state(page, "idle")
@@ -127,8 +133,16 @@ def test_settings_that_cannot_be_are_told(patterned: Site, open_page: Open) -> N
     page.fill("#oc-heads-recent input", "")
     until(lambda: "Give a number" in page.inner_text(COSTS))
     assert page.is_disabled("#oc-use")
+    share = "#oc-heads-ratio input[type=number]"
     page.fill("#oc-heads-recent input", "300")
     until(lambda: "As chosen" in page.inner_text(COSTS) and page.is_enabled("#oc-use"))
+    for number in ("-1", "5"):
+        page.fill(share, number)
+        assert page.locator(share).evaluate("field => field.validationMessage")
+    assert page.is_enabled("#oc-use") and page.locator(".toast-body").count() == 0  # what was chosen before
+    page.fill(share, "0.2")
+    until(lambda: "\t45\t18" in page.inner_text(COSTS))
+    assert page.locator(".toast-body").count() == 0
     patterned.script.fail_load = UsageError("There is no room for this.")
     page.click("#oc-use")
     until(lambda: "There is no room for this." in page.inner_text(NOTE))
@@ -160,6 +174,7 @@ def test_a_document_is_chosen_tested_and_the_test_stopped(
     until(lambda: page.locator("#oc-depths td:nth-child(2)").count() == 8, 120)
     assert page.inner_text("#oc-depths").startswith("0 of 8 planted facts found in second.txt")
     assert "may be overlooked" in page.inner_text("#oc-depths")
+    until(lambda: _bottom(page, "#oc-depths") <= 900)  # in sight
     page.screenshot(path=str(tmp_path / "tested.png"))
 
 

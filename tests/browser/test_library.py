@@ -13,6 +13,7 @@ from playwright.sync_api import Page
 
 from app.documents import Document
 from app.library import Owner
+from app.library.chats import ChatStore
 from tests.browser.conftest import Site, add, ask, state, until
 from tests.browser.scripted import Script
 
@@ -132,9 +133,14 @@ def test_edit_again_back_and_fork(site: Site, open_page: Open, texts: Texts) -> 
     page.click("[aria-label='Earlier version of question 2']")
     until(lambda: "Second question?" in page.inner_text("#oc-chat"))
     assert "1 / 2" in page.inner_text("#oc-chat")
+    again = page.get_attribute("[aria-label='Answer question 2 again']", "title") or ""
+    assert "sampled, since at Exact the likeliest answer is the first one" in again
     page.click("[aria-label='Answer question 2 again']")
     until(lambda: "3 / 3" in page.inner_text("#oc-chat"))
     state(page, "idle")
+    until(lambda: page.locator(".oc-varied").count() == 1)
+    page.click("[aria-label='Earlier version of question 2']")
+    until(lambda: "2 / 3" in page.inner_text("#oc-chat") and page.locator(".oc-varied").count() == 0)
 
     page.click("[aria-label='Edit question 1']")
     state(page, "edit")
@@ -227,6 +233,30 @@ def test_chats_are_searched_renamed_exported_and_deleted(
     until(lambda: "No chat" in page.inner_text("#oc-chats"))
     page.fill("[data-search]", "")
     until(lambda: page.locator(CHATS).count() == 1)
+
+
+def test_a_new_title_is_shown_at_once_and_goes_when_the_disk_does_not_take_it(
+    site: Site, open_page: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = open_page(site.url)
+    state(page, "idle")
+    _asked(page, "The old title?", 1)
+    full = threading.Event()
+
+    def rename(*_: object) -> None:
+        assert full.wait(60)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ChatStore, "rename", rename)
+    page.hover(CHATS)
+    page.click(f"{CHATS} .oc-more summary")
+    page.click(f"{CHATS} [data-do=rename]")
+    page.fill(f"{CHATS} input", "The new title")
+    page.press(f"{CHATS} input", "Enter")
+    assert "The new title" in page.inner_text(CHATS)
+    full.set()
+    until(lambda: "The old title?" in page.inner_text(CHATS))
+    assert "The disk is full" in page.inner_text("#oc-strip")
 
 
 def test_documents_that_wait_go_with_a_new_chat(

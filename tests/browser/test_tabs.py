@@ -114,3 +114,35 @@ def test_settings_belong_to_a_chat(site: Site, open_page: Open) -> None:
         (None, 0.0),
         ("Answer like a pirate.", 1.0),
     ]
+
+
+def test_a_draft_outlives_an_edit_whatever_ends_it(site: Site, open_page: Open) -> None:
+    box = "#oc-question textarea"
+    page = open_page(site.url)
+    state(page, "idle")
+    ask(page, "What is edited?")
+    _shows(page, "this is its end")
+    state(page, "idle")
+    page.fill(box, "Not sent yet")
+    page.click("[aria-label='Edit question 1']")
+    until(lambda: page.input_value(box) == "What is edited?")
+    page.fill(box, "What is half edited")
+    page.reload()
+    state(page, "edit")
+    until(lambda: page.input_value(box) == "What is half edited")
+    page.focus(box)
+    page.keyboard.press("Escape")
+    until(lambda: page.input_value(box) == "Not sent yet")
+    state(page, "idle")
+
+    page.click("[aria-label='Edit question 1']")
+    until(lambda: page.input_value(box) == "What is edited?")
+    state(page, "edit")
+    other = page.context.new_page()
+    other.goto(site.url)
+    other.on("dialog", lambda dialog: dialog.accept())
+    other.hover(CHATS)
+    other.click(f"{CHATS} .oc-more summary")
+    other.click(f"{CHATS} [data-do=delete]")
+    page.wait_for_selector(".oc-welcome")
+    until(lambda: page.input_value(box) == "Not sent yet")
