@@ -71,7 +71,7 @@ def turns(conversation: Conversation, first: int) -> str:
                     for q in turn.quotes
                 ],
                 "again": _again(turn, chat.sampling),
-                "varied": turn.sampling is not None,
+                "varied": turn.answered and turn.sampling is not None,
                 "resume": turn.answered and turn.finish_reason in CUT and conversation.service.resumes,
             }
         )
