@@ -18,7 +18,7 @@ def markdown(chat: Chat) -> str:
         if "\n" in turn.question.strip():
             parts.append("> " + turn.question.strip().replace("\n", "\n> "))
         parts += [f"*Document: {source.document.name}, {_pages(source)}*" for source in turn.sources]
-        varied = ", asked again: another wording, sampled" if turn.answered and turn.sampling is not None else ""
+        varied = ", asked again, sampled" if turn.answered and turn.sampling is not None else ""
         parts.append(f"*{_time(turn.at)}{', answered by ' + turn.model if turn.model else ''}{varied}*")
         said = filter(None, (turn.answer.strip(), turn.error and f"*{turn.error}*"))
         parts += list(said) or ["*No answer.*"]

@@ -197,7 +197,7 @@ const actions = {
   rename: (button) => rename(button.closest(".oc-item")),
   export: (button) => save(button.closest(".oc-item"), button.dataset.kind),
   delete: (button) => {
-    if (!confirm(`Delete the chat “${titleOf(button)}”?`)) return;
+    if (!confirm(`Delete this chat?\n\n${titleOf(button)}`)) return;
     if (button.closest(".oc-item").querySelector("[aria-current]")) leave();
     act("delete", idOf(button));
   },
@@ -214,7 +214,11 @@ const actions = {
     if (button.dataset.act === "fork") leave();
     if (button.dataset.act === "edit") {
       if (answering()) return; // which the server would not do either
-      if (unsent === null) [unsent, editedIn, editSeen] = [box().value, chatNow(), false];
+      const over = editSeen && !find("[data-do=unedit]"); // what was typed since then keeps a draft waiting
+      if (unsent === null || over) {
+        const drafts = [unsent, box().value].filter(Boolean);
+        [unsent, editedIn, editSeen] = [drafts.join("\n\n"), chatNow(), false];
+      }
       box().focus();
     }
     act(button.dataset.act, button.dataset.turn);
@@ -226,7 +230,8 @@ let [unsent, editedIn] = JSON.parse(octavo.tab.getItem(UNSENT) || "[null]");
 let editSeen = unsent !== null; // whether the page has shown the edit
 const chatNow = () => find("#oc-turns [data-chat]")?.dataset.chat;
 function giveBack() {
-  const draft = unsent || "";
+  if (unsent === null) return; // it stands there, or what was typed since
+  const draft = unsent;
   unsent = null;
   if (draft !== box().value) write(draft);
 }

@@ -43,7 +43,7 @@ function toolbar(turn, number, last) {
   if (turn.resume && last) {
     bar.append(tool("resume", `Continue answer ${number}`, turn.id, "Continue"));
   }
-  if (turn.varied) bar.append(part("span", "oc-varied", "Another wording, sampled"));
+  if (turn.varied) bar.append(part("span", "oc-varied", "Asked again, sampled"));
   return bar;
 }
 

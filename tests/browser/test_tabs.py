@@ -116,6 +116,17 @@ def test_settings_belong_to_a_chat(site: Site, open_page: Open) -> None:
     ]
 
 
+_TYPED_WHEN_EMPTY = """selector => {
+  const box = document.querySelector(selector);
+  const write = () => {
+    if (box.value) return setTimeout(write);
+    box.value = "Typed meanwhile";
+    box.dispatchEvent(new Event("input", { bubbles: true }));
+  };
+  write();
+}"""
+
+
 def test_a_draft_outlives_an_edit_whatever_ends_it(site: Site, open_page: Open) -> None:
     box = "#oc-question textarea"
     page = open_page(site.url)
@@ -134,6 +145,30 @@ def test_a_draft_outlives_an_edit_whatever_ends_it(site: Site, open_page: Open) 
     page.keyboard.press("Escape")
     until(lambda: page.input_value(box) == "Not sent yet")
     state(page, "idle")
+
+    page.click("[aria-label='Edit question 1']")
+    until(lambda: page.input_value(box) == "What is edited?")
+    state(page, "edit")
+    page.dblclick("[data-do=unedit]")
+    state(page, "idle")
+    assert page.input_value(box) == "Not sent yet"
+
+    page.click("[aria-label='Edit question 1']")
+    until(lambda: page.input_value(box) == "What is edited?")
+    state(page, "edit")
+    page.evaluate(_TYPED_WHEN_EMPTY, box)  # before the page has shown that the edit is over
+    page.focus(box)
+    page.keyboard.press("Enter")
+    until(lambda: page.input_value(box) == "Typed meanwhile")
+    state(page, "idle")
+    assert page.input_value(box) == "Typed meanwhile"
+    page.click("[aria-label='Edit question 1']")
+    until(lambda: page.input_value(box) == "What is edited?")
+    state(page, "edit")
+    page.focus(box)
+    page.keyboard.press("Escape")
+    until(lambda: page.input_value(box) == "Not sent yet\n\nTyped meanwhile")
+    page.fill(box, "Not sent yet")
 
     page.click("[aria-label='Edit question 1']")
     until(lambda: page.input_value(box) == "What is edited?")
