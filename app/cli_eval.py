@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from app.config import Settings
+from app.errors import UsageError
 from app.evaluation.commands import CONTEXT_KINDS, add_context_kinds
 from app.flags import TOKENS, whole
 from app.writable import folder_to_write
@@ -52,4 +53,7 @@ def evaluate(settings: Settings, args: argparse.Namespace) -> int:
 
         return quality(settings, args)
     folder_to_write("--out", args.out)
+    for suffix in ("jsonl", "json", "png"):
+        if (file := args.out / f"{args.kind}.{suffix}").is_dir():
+            raise UsageError(f"--out: {file} is a directory. Give another --out, or delete it.")
     return CONTEXT_KINDS[args.kind](settings, args)

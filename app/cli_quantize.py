@@ -17,7 +17,7 @@ import torch
 from app.calibration import sample_texts, sample_windows
 from app.config import Settings
 from app.engine.sizing import peak_bytes
-from app.errors import UsageError
+from app.errors import OctavoError, UsageError, describe
 from app.gguf_tokenizer import spec_from_gguf
 from app.model import PATTERN_FOLDER, ModelFiles, choose_pattern, find_model
 from app.status_line import StatusLine, TimeLeft
@@ -75,6 +75,9 @@ def quantize(settings: Settings, model: str, out: Path, calibration: str | None,
             finish,
             settings.embedding == "int8",
         )
+    except OSError as error:
+        said = describe(error)[0].rstrip(".")
+        raise OctavoError(f"{said}. The same command then goes on from what is written.") from error
     finally:
         status.clear()
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())

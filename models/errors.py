@@ -18,6 +18,10 @@ class BadCheckpoint(ModelError):
     """Files of a checkpoint are missing, damaged, or do not match its config."""
 
 
+class OutputTaken(ModelError):
+    """Where a checkpoint is to be written another run writes, or lies what no stopped run has left."""
+
+
 class BadPattern(ModelError):
     """A head pattern cannot be read or does not match the model."""
 

@@ -78,6 +78,18 @@ def hold(file: BinaryIO) -> None:
             pass  # a file system without locks: nothing is swept there either
 
 
+def take(file: BinaryIO) -> bool:
+    """As `hold`, but without waiting: False when another holds the file."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # a file system without locks
+    return True
+
+
 @contextmanager
 def unheld(path: Path) -> Iterator[bool]:
     """Whether a file is there, is this user's, and no living program holds it; none begins to while the block runs."""

@@ -110,25 +110,32 @@ def read_gguf(path: Path) -> GgufFile:
     try:
         with path.open("rb") as file:
             buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:  # ValueError: the file is empty
-        raise BadCheckpoint(f"{path} cannot be read: {error}.") from error
+    except OSError as error:
+        raise BadCheckpoint(f"{path} cannot be read: {error.strerror or error}.") from error
+    except ValueError as error:
+        raise BadCheckpoint(f"{path.name} is empty. Download it again.") from error
     try:
         return _parse(path, buffer)
-    except (struct.error, UnicodeDecodeError, OverflowError) as error:
-        raise BadCheckpoint(f"{path.name} is damaged or cut short: {error}. Download it again.") from error
+    except (_Damaged, UnicodeDecodeError) as error:
+        told = error if isinstance(error, _Damaged) else "a text in its header is not UTF-8"
+        raise BadCheckpoint(f"{path.name} is damaged or cut short: {told}. Download it again.") from error
+
+
+class _Damaged(Exception):
+    """What is wrong, and where; the file's name is told by whoever reads it."""
 
 
 class _Cursor:
-    """Reads little-endian values one after another; struct.error past the end."""
+    """Reads little-endian values one after another; _Damaged past the end."""
 
     def __init__(self, buffer: mmap.mmap, position: int = 0) -> None:
         self.buffer = buffer
         self.position = position
 
     def unpack(self, layout: str) -> tuple[Any, ...]:
-        values = struct.unpack_from("<" + layout, self.buffer, self.position)
-        self.position += struct.calcsize("<" + layout)
-        return values
+        start = self.position
+        self.skip(struct.calcsize("<" + layout))
+        return struct.unpack_from("<" + layout, self.buffer, start)
 
     def string(self) -> str:
         (length,) = self.unpack("Q")
@@ -142,13 +149,16 @@ class _Cursor:
     def skip(self, length: int) -> None:
         self.position += length
         if self.position > len(self.buffer):
-            raise struct.error(f"the file ends at byte {len(self.buffer):,}, before {self.position:,}")
+            raise _Damaged(f"the file ends too early, at byte {len(self.buffer):,}; it needs {self.position:,} or more")
 
     def skip_strings(self, count: int) -> None:
         # 100,000 strings in a vocabulary: worth a tight loop
         unpack, buffer, position = struct.Struct("<Q").unpack_from, self.buffer, self.position
-        for _ in range(count):
-            position += 8 + unpack(buffer, position)[0]
+        try:
+            for _ in range(count):
+                position += 8 + unpack(buffer, position)[0]
+        except (struct.error, OverflowError):
+            position += 8  # past the end, which is told below
         self.position = position
         self.skip(0)
 
@@ -159,7 +169,7 @@ class _Cursor:
         if kind in _SCALARS:
             return self.unpack(_SCALARS[kind])[0]
         if kind != _ARRAY:
-            raise struct.error(f"unknown kind {kind} of value at byte {self.position:,}")
+            raise _Damaged(f"unknown kind {kind} of value at byte {self.position:,}")
         item, count = self.unpack("IQ")
         array = _Array(item, count, self.position)
         if item == _STRING:
@@ -167,7 +177,7 @@ class _Cursor:
         elif item in _SCALARS:
             self.skip(count * struct.calcsize("<" + _SCALARS[item]))
         else:
-            raise struct.error(f"unknown kind {item} of array at byte {self.position:,}")
+            raise _Damaged(f"unknown kind {item} of array at byte {self.position:,}")
         return array
 
 
@@ -208,7 +218,7 @@ def _tensor_record(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     name = cursor.string()
     (rank,) = cursor.unpack("I")
     if not 1 <= rank <= 4:
-        raise struct.error(f"tensor {name!r} has {rank} dimensions")
+        raise _Damaged(f"tensor {name!r} has {rank} dimensions")
     shape = cursor.unpack(f"{rank}Q")[::-1]
     type_id, offset = cursor.unpack("IQ")
     return name, shape, type_id, offset

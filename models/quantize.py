@@ -9,14 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -27,7 +30,8 @@ from models.cache.shape import CacheShape
 from models.checkpoint import Checkpoint, open_checkpoint
 from models.config import EMBEDDING, HEAD
 from models.decoder import Decoder, Layer
-from models.errors import UnsupportedModel
+from models.errors import OutputTaken, UnsupportedModel
+from models.files import take
 from models.measured import FILE as HEADS
 from models.measured import MeasuredHeads, measure_layer
 from models.turn import rotate_values, scale_gated, scale_values, turn_gated, turn_residual
@@ -64,48 +68,75 @@ def quantize_checkpoint(
         raise UnsupportedModel("weights", checkpoint.int8_format.title, "a checkpoint that is not quantised yet")
     config = checkpoint.config
     read = hashlib.sha256(b"".join(ids.numpy().tobytes() + b"." for ids in sample)).hexdigest()
-    work = _work_folder(out, {**described, "sample": read, "int8_embedding": int8_embedding})
-    names = [f"model-{i + 1:05}-of-{config.num_layers + 2:05}.safetensors" for i in range(config.num_layers + 2)]
-    keep = _rounded_end if int8_embedding else _narrow_end
-    _write(work / names[0], lambda: keep(EMBEDDING, checkpoint.load_float(EMBEDDING)))
-    calibration = _Calibration(checkpoint, sample, device) if sample else None
-    for index in range(config.num_layers):
-        file, prefix = work / names[index + 1], f"model.layers.{index}."
-        if file.exists() and calibration is not None:
-            calibration.advance(_read_layer(file, prefix, device))
-        elif not file.exists():
-            parts = _float_layer(checkpoint, prefix, device)
-            quantised = calibration.quantize(parts) if calibration else _nearest(parts)
-            _write(file, lambda q=quantised, p=prefix: _stored(q, p))  # type: ignore[misc]
-        progress("Quantising", (index + 1) / (config.num_layers + 1))
-    norm, head = "model.norm.weight", HEAD
-    ends = {} if config.tied_embeddings else {head: keep}
-    ends[norm] = _narrow_end
-    _write(
-        work / names[-1],
-        lambda: {k: v for name, end in ends.items() for k, v in end(name, checkpoint.load_float(name)).items()},
-    )
-    _write_index(work, names)
-    if calibration is not None:
-        MeasuredHeads.join(calibration.heads).save(work / HEADS)
-    section = {**config.to_hf(), "quantization_config": dict(described)}
-    (work / "config.json").write_text(json.dumps(section, indent=2) + "\n")
-    finish(work)
-    (work / _JOB).unlink()
-    open_checkpoint(work)  # complete, or it raises
-    work.rename(out)
-    progress("Quantising", 1.0)
+    with _work_folder(out, {**described, "sample": read, "int8_embedding": int8_embedding}) as work:
+        names = [f"model-{i + 1:05}-of-{config.num_layers + 2:05}.safetensors" for i in range(config.num_layers + 2)]
+        keep = _rounded_end if int8_embedding else _narrow_end
+        _write(work / names[0], lambda: keep(EMBEDDING, checkpoint.load_float(EMBEDDING)))
+        calibration = _Calibration(checkpoint, sample, device) if sample else None
+        for index in range(config.num_layers):
+            file, prefix = work / names[index + 1], f"model.layers.{index}."
+            if file.exists() and calibration is not None:
+                calibration.advance(_read_layer(file, prefix, device))
+            elif not file.exists():
+                parts = _float_layer(checkpoint, prefix, device)
+                quantised = calibration.quantize(parts) if calibration else _nearest(parts)
+                _write(file, lambda q=quantised, p=prefix: _stored(q, p))  # type: ignore[misc]
+            progress("Quantising", (index + 1) / (config.num_layers + 1))
+        norm, head = "model.norm.weight", HEAD
+        ends = {} if config.tied_embeddings else {head: keep}
+        ends[norm] = _narrow_end
+        _write(
+            work / names[-1],
+            lambda: {k: v for name, end in ends.items() for k, v in end(name, checkpoint.load_float(name)).items()},
+        )
+        _write_index(work, names)
+        if calibration is not None:
+            MeasuredHeads.join(calibration.heads).save(work / HEADS)
+        section = {**config.to_hf(), "quantization_config": dict(described)}
+        (work / "config.json").write_text(json.dumps(section, indent=2) + "\n")
+        finish(work)
+        open_checkpoint(work)  # complete, or it raises
+        work.rename(out)
+        (out / _JOB).unlink()
+        progress("Quantising", 1.0)
 
 
-def _work_folder(out: Path, job: dict[str, Any]) -> Path:
-    """The directory to write into, emptied unless it was begun for the same job."""
+@contextmanager
+def _work_folder(out: Path, job: dict[str, Any]) -> Iterator[Path]:
+    """The directory to write into, held against other runs; it keeps only the whole shards of the same job."""
     work = out.with_name(out.name + PARTIAL)
-    text = json.dumps(job, sort_keys=True)
-    if not ((work / _JOB).is_file() and (work / _JOB).read_text() == text):
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        (work / _JOB).write_text(text)
-    return work
+    text = json.dumps(job, sort_keys=True).encode()
+    work.mkdir(parents=True, exist_ok=True)
+    mark = work / _JOB
+    if any(work.iterdir()) and not mark.is_file():
+        raise OutputTaken(f"{work} is not of a stopped run: it has no {_JOB}. Choose another OUT, or delete it.")
+    with mark.open("a+b") as file:
+        if not take(file) or not mark.exists():  # or that run has just ended
+            raise OutputTaken(f"{work}: another run writes there. Wait for its end, or choose another OUT.")
+        file.seek(0)
+        same = file.read() == text
+        if not same:
+            file.truncate(0)
+        for old in work.iterdir():
+            if old == mark or (same and _is_whole(old)):
+                continue
+            if old.is_dir() and not old.is_symlink():
+                shutil.rmtree(old)
+            else:
+                old.unlink()
+        if not same:
+            file.write(text)
+            file.flush()
+        yield work
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether it is a shard as long as its header says."""
+    try:
+        with safe_open(file, framework="pt"):
+            return file.suffix == ".safetensors"
+    except (SafetensorError, OSError):
+        return False
 
 
 def _write(file: Path, tensors: Callable[[], dict[str, Tensor]]) -> None:
@@ -113,7 +144,12 @@ def _write(file: Path, tensors: Callable[[], dict[str, Tensor]]) -> None:
     if file.exists():
         return
     temporary = file.with_suffix(".tmp")
-    save_file(tensors(), temporary, metadata={"format": "pt"})
+    try:
+        save_file(tensors(), temporary, metadata={"format": "pt"})
+    except SafetensorError as error:  # tells what the disk said only in its text
+        if (told := re.search(r"\(os error (\d+)\)", str(error))) is None:
+            raise
+        raise OSError(int(told[1]), os.strerror(int(told[1])), str(file)) from error
     with temporary.open("rb") as written:
         os.fsync(written.fileno())
     temporary.chmod(0o644)  # safetensors makes it private
@@ -121,8 +157,6 @@ def _write(file: Path, tensors: Callable[[], dict[str, Tensor]]) -> None:
 
 
 def _write_index(work: Path, names: Sequence[str]) -> None:
-    from safetensors import safe_open
-
     where: dict[str, str] = {}
     total = 0
     for name in names:

@@ -91,7 +91,10 @@ def read_items(source: Path, tasks: Sequence[str], most: int | None) -> Iterator
             raise UsageError(f"Task {task} is not supported. Supported: {', '.join(TASKS)}.")
         if task not in files or not files[task].exists():
             raise UsageError(f"--data: {source} has no {task}.jsonl.")
-        lines = enumerate(files[task].read_bytes().split(b"\n"), 1)
+        try:
+            lines = enumerate(files[task].read_bytes().split(b"\n"), 1)
+        except OSError as error:
+            raise UsageError(f"--data: {files[task]} cannot be read ({error.strerror or error}).") from error
         told = [(number, line) for number, line in lines if line.strip()]
         if not told:
             raise UsageError(f"--data: {files[task]} is empty. Download it again, or choose another --task.")
@@ -108,7 +111,7 @@ def digest(source: Path) -> str:
     """sha256 of the tasks' files, whichever of them are asked."""
     whole = hashlib.sha256()
     for task, file in _files(source).items():
-        if file.exists():
+        if file.is_file():
             with file.open("rb") as data:
                 whole.update(f"{task} {hashlib.file_digest(data, 'sha256').hexdigest()} ".encode())
     return whole.hexdigest()

@@ -22,7 +22,7 @@ from app.evaluation import metrics
 from app.evaluation.commands import RULER_TASKS
 from app.evaluation.examiner import Examiner, Journal, Stopped
 from app.evaluation.haystack import Haystack, read_haystack
-from app.evaluation.longbench import Item, longbench, prompt_of, read_items, score
+from app.evaluation.longbench import Item, digest, longbench, prompt_of, read_items, score
 from app.evaluation.needle import Grid, heat_map, needle
 from app.evaluation.passkeys import PromptMaker
 from app.evaluation.ruler import TASKS, found_share, ruler
@@ -403,6 +403,25 @@ def test_wrong_usage_is_told_before_the_model_is_loaded(
     assert main(["eval", *flags, "--model", "embedded", "--out", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["needle", "ruler", "longbench"])
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "png"])
+def test_a_directory_where_a_result_is_to_be_is_told(
+    kind: str, suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / f"{kind}.{suffix}").mkdir()
+    data = ["--data", "/nowhere"] if kind == "longbench" else []
+    assert main(["eval", kind, *data, "--model", "embedded", "--out", str(tmp_path)]) == 2
+    assert f"{kind}.{suffix} is a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tasks", [[], ["qasper"]])
+def test_a_directory_in_place_of_data_is_told(tasks: list[str], tmp_path: Path) -> None:
+    (tmp_path / "qasper.jsonl").mkdir()
+    with pytest.raises(UsageError, match=r"qasper\.jsonl cannot be read \(Is a directory\)"):
+        list(read_items(tmp_path, tasks, None))
+    digest(tmp_path)  # of those that are files
 
 
 def test_the_help_names_every_task(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from app.__main__ import main
@@ -49,6 +50,21 @@ def text(tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("\n".join(f"Line {i} says {i * i} and {i % 7}." for i in range(80)))
     return file
+
+
+def test_a_full_disk_is_told_and_the_same_command_goes_on(model, tmp_path, capsys, monkeypatch):
+    def full(tensors, file, metadata):
+        if "00002" in file.name:
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        save_file(tensors, file, metadata=metadata)
+
+    command = ["quantize", str(model), str(tmp_path / "out"), "--calibration", "none"]
+    with monkeypatch.context() as broken:
+        broken.setattr("models.quantize.save_file", full)
+        assert main(command) == 1
+    told = "The disk is full: make room, then try again. Nothing is changed. The same command then goes on from what is"
+    assert told in capsys.readouterr().err
+    assert main(command) == 0
 
 
 def test_quantise_then_compare(model, text, tmp_path, capsys, monkeypatch):

@@ -269,8 +269,17 @@ def test_a_gguf_cut_anywhere_is_refused(
     length = data.draw(st.integers(0, header_size(small_gguf)) | st.integers(0, len(small_gguf) - 33))
     path = tmp_path_factory.getbasetemp() / "cut.gguf"
     path.write_bytes(small_gguf[:length])
-    with pytest.raises(BadCheckpoint):
+    with pytest.raises(BadCheckpoint, match="cut short: the file ends too early|is cut short: |is empty") as refused:
         open_checkpoint(path)
+    assert "buffer" not in str(refused.value)
+
+
+@pytest.mark.parametrize("length", [0, 3, 4, 10, 30, 60])
+def test_where_a_gguf_ends_too_early_is_told(small_gguf: bytes, tmp_path: Path, length: int) -> None:
+    (tmp_path / "m.gguf").write_bytes(small_gguf[:length])
+    told = rf"the file ends too early, at byte {length}; it needs \d+ or more" if length else r"m\.gguf is empty"
+    with pytest.raises(BadCheckpoint, match=told):
+        open_checkpoint(tmp_path / "m.gguf")
 
 
 @settings(max_examples=300, deadline=None)

@@ -1,6 +1,8 @@
 """The quantised checkpoint: folding changes nothing, loading needs nothing more, a stopped run continues."""
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from models.build import load_decoder, make_layer
@@ -17,7 +20,7 @@ from models.cache.pool import BlockPool
 from models.cache.shape import CacheShape
 from models.checkpoint import open_checkpoint
 from models.config import ModelConfig
-from models.errors import UnsupportedModel
+from models.errors import OutputTaken, UnsupportedModel
 from models.measured import FILE
 from models.quantize import quantize_checkpoint
 from models.turn import rotate_values, scale_gated, scale_values, turn_residual
@@ -137,12 +140,70 @@ def test_calibrated_and_rounded_weights_are_never_mixed(tmp_path, calibrated_fir
         assert all(torch.equal(want[name], got[name]) for name in want)
 
 
-def test_a_working_directory_of_another_job_is_begun_anew(tmp_path):
+@pytest.mark.parametrize("job", [b"{}", b"", b"\xff\xfe"])
+def test_a_working_directory_of_another_job_is_begun_anew(tmp_path, job):
     source = open_checkpoint(_folder(tmp_path / "in", "llama"))
-    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "folder").mkdir(parents=True)
+    (tmp_path / "out.partial" / "job.json").write_bytes(job)
     (tmp_path / "out.partial" / "model-00002-of-00004.safetensors").write_bytes(b"damaged")
     quantize_checkpoint(source, tmp_path / "out", [], DESCRIBED, CPU)
     assert open_checkpoint(tmp_path / "out").int8_format is formats.OWN
+    assert {file.suffix for file in (tmp_path / "out").iterdir()} == {".json", ".safetensors"}
+    assert not (tmp_path / "out" / "job.json").exists()
+
+
+@pytest.mark.parametrize("left", ["notes.txt", "job.json/notes.txt"])
+def test_what_no_stopped_run_has_left_stays(tmp_path, left):
+    file = tmp_path / "out.partial" / left
+    file.parent.mkdir(parents=True)
+    file.write_text("mine")
+    with pytest.raises(OutputTaken, match=r"out\.partial is not of a stopped run"):
+        quantize_checkpoint(open_checkpoint(_folder(tmp_path / "in", "llama")), tmp_path / "out", [], DESCRIBED, CPU)
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize("described", [DESCRIBED, {**DESCRIBED, "source": "another"}])
+def test_a_second_run_into_the_same_place_is_refused_and_harms_nothing(tmp_path, described):
+    source, refused = open_checkpoint(_folder(tmp_path / "in", "llama")), []
+
+    def second(stage, done):
+        if done < 1:
+            with pytest.raises(OutputTaken, match=r"out\.partial: another run writes there"):
+                quantize_checkpoint(source, tmp_path / "out", [], described, CPU)
+            refused.append(done)
+
+    quantize_checkpoint(source, tmp_path / "out", [], DESCRIBED, CPU, second)
+    assert refused
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"] == DESCRIBED
+
+
+@pytest.mark.parametrize("sample", [[], _sample()])
+@pytest.mark.parametrize("shard", ["model-00001-of-00004.safetensors", "model-00002-of-00004.safetensors"])
+def test_a_shard_that_was_cut_is_written_anew(tmp_path, shard, sample):
+    source = open_checkpoint(_folder(tmp_path / "in", "llama"))
+
+    def stop(stage, done):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(source, tmp_path / "out", sample, DESCRIBED, CPU, stop)
+    file = tmp_path / "out.partial" / shard
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    quantize_checkpoint(source, tmp_path / "out", sample, DESCRIBED, CPU)
+    assert (tmp_path / "out" / shard).read_bytes() == whole
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG])
+def test_what_the_disk_says_is_an_error_of_the_system(tmp_path, monkeypatch, number):
+    def full(*_, **__):
+        raise SafetensorError(f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})")
+
+    source = open_checkpoint(_folder(tmp_path / "in", "llama"))
+    monkeypatch.setattr("models.quantize.save_file", full)
+    with pytest.raises(OSError, match=r"model-00001-of-00004") as failed:
+        quantize_checkpoint(source, tmp_path / "out", [], DESCRIBED, CPU)
+    assert failed.value.errno == number
 
 
 def test_metadata_is_kept_and_a_newer_version_refused(tmp_path):
