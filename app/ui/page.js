@@ -214,33 +214,31 @@ const actions = {
     if (button.dataset.act === "fork") leave();
     if (button.dataset.act === "edit") {
       if (answering()) return; // which the server would not do either
-      const over = editSeen && !find("[data-do=unedit]"); // what was typed since then keeps a draft waiting
-      if (unsent === null || over) {
-        const drafts = [unsent, box().value].filter(Boolean);
-        [unsent, editedIn, editSeen] = [drafts.join("\n\n"), chatNow(), false];
-      }
+      if (unsent === null || editing === "over") [unsent, editedIn, editing] = [drafts(), chatNow(), "begun"];
       box().focus();
     }
     act(button.dataset.act, button.dataset.turn);
   },
 };
 const UNSENT = "octavo-unsent";
-// What stood in the question box before a question was edited there, and in which chat; null once it stands there again.
-let [unsent, editedIn] = JSON.parse(octavo.tab.getItem(UNSENT) || "[null]");
-let editSeen = unsent !== null; // whether the page has shown the edit
+// What stood in the question box before a question was edited there, null once it stands there again; the edit's chat,
+// and whether it is "begun", "shown" or "over": what is typed then is another question.
+let [unsent, editedIn, editing] = JSON.parse(octavo.tab.getItem(UNSENT) || "[null]");
+if (editing === "begun") editing = "shown";
 const chatNow = () => find("#oc-turns [data-chat]")?.dataset.chat;
+const drafts = () => [unsent, box().value].filter(Boolean).join("\n\n");
 function giveBack() {
   if (unsent === null) return; // it stands there, or what was typed since
-  const draft = unsent;
+  const draft = editing === "over" ? drafts() : unsent;
   unsent = null;
   if (draft !== box().value) write(draft);
 }
 function watchEdit() {
   if (unsent === null || !find("#oc-strip [data-state]:not([data-state=unknown])") || !chatNow()) return;
-  const shown = find("[data-do=unedit]");
-  if (shown) editSeen = true;
-  const sent = editSeen && !shown && !box().value;
-  if (sent || chatNow() !== editedIn) giveBack(); // or its chat was deleted in another tab
+  if (chatNow() !== editedIn) return giveBack(); // it was deleted in another tab
+  if (find("[data-do=unedit]")) editing = "shown";
+  else if (editing === "shown") editing = "over";
+  if (editing === "over" && !box().value) giveBack();
 }
 // The tab goes to another chat: what belongs to this one does not follow.
 function leave() {
@@ -423,7 +421,7 @@ let leaving = false;
 addEventListener("beforeunload", () => {
   leaving = true;
   octavo.tab.setItem(DRAFT, box()?.value || "");
-  octavo.tab.setItem(UNSENT, JSON.stringify([unsent, editedIn]));
+  octavo.tab.setItem(UNSENT, JSON.stringify([unsent, editedIn, editing]));
 });
 // The library tells of each connection that ends with its page as of an error, before anyone else knows that it ends.
 const complain = console.error;
