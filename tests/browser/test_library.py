@@ -417,8 +417,8 @@ def test_after_a_restart_chats_are_there_and_an_interrupted_answer_says_so(
     fresh.evaluate("key => localStorage.setItem('octavo-browser', key)", secret)
     fresh.reload()
     _answers(fresh, 2)
-    assert "Interrupted" in fresh.inner_text("#oc-chat")
-    assert "Add them again" in fresh.inner_text("#oc-strip")  # what waited on the shelf
+    until(lambda: "Interrupted" in fresh.inner_text("#oc-chat"))
+    until(lambda: "Add them again" in fresh.inner_text("#oc-strip"))  # what waited on the shelf
     other.reload()
     other.wait_for_selector(".oc-welcome", state="visible")
     state(other, "error")  # its tab says that documents waited there
