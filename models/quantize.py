@@ -143,7 +143,7 @@ def _is_whole(file: Path) -> bool:
 
 
 def _give_back() -> None:
-    """Returns freed memory to the system: glibc keeps tensors of up to 32 MB, which grew to 0.8 GB in a layer of 8B."""
+    """Returns freed memory to the system, which glibc may keep: it was some 0.8 GB behind the first layer of an 8B."""
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 

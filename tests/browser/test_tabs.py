@@ -134,6 +134,23 @@ _TYPED_WHEN_EMPTY = """selector => {
 }"""
 
 
+def _edit(page: Page, box: str) -> None:
+    page.click("[aria-label='Edit question 1']")
+    until(lambda: page.input_value(box) == "What is edited?")
+    state(page, "edit")
+
+
+def _send_edit_and_type(page: Page, box: str) -> None:
+    """The box holds what was typed before the page had shown that the edit is over."""
+    _edit(page, box)
+    page.evaluate(_TYPED_WHEN_EMPTY, box)
+    page.focus(box)
+    page.keyboard.press("Enter")
+    until(lambda: page.input_value(box) == "Typed meanwhile")
+    state(page, "idle")
+    assert page.input_value(box) == "Typed meanwhile"
+
+
 def test_a_draft_outlives_an_edit_whatever_ends_it(site: Site, open_page: Open) -> None:
     box = "#oc-question textarea"
     page = open_page(site.url)
@@ -153,47 +170,26 @@ def test_a_draft_outlives_an_edit_whatever_ends_it(site: Site, open_page: Open) 
     until(lambda: page.input_value(box) == "Not sent yet")
     state(page, "idle")
 
-    page.click("[aria-label='Edit question 1']")
-    until(lambda: page.input_value(box) == "What is edited?")
-    state(page, "edit")
+    _edit(page, box)
     page.dblclick("[data-do=unedit]")
     state(page, "idle")
     assert page.input_value(box) == "Not sent yet"
 
-    page.click("[aria-label='Edit question 1']")
-    until(lambda: page.input_value(box) == "What is edited?")
-    state(page, "edit")
-    page.evaluate(_TYPED_WHEN_EMPTY, box)  # before the page has shown that the edit is over
-    page.focus(box)
-    page.keyboard.press("Enter")
-    until(lambda: page.input_value(box) == "Typed meanwhile")
-    state(page, "idle")
-    assert page.input_value(box) == "Typed meanwhile"
-    page.click("[aria-label='Edit question 1']")
-    until(lambda: page.input_value(box) == "What is edited?")
-    state(page, "edit")
+    _send_edit_and_type(page, box)
+    _edit(page, box)
     page.focus(box)
     page.keyboard.press("Escape")
     until(lambda: page.input_value(box) == "Not sent yet\n\nTyped meanwhile")
     page.fill(box, "Not sent yet")
 
-    page.click("[aria-label='Edit question 1']")
-    until(lambda: page.input_value(box) == "What is edited?")
-    state(page, "edit")
-    page.evaluate(_TYPED_WHEN_EMPTY, box)
-    page.focus(box)
-    page.keyboard.press("Enter")
-    until(lambda: page.input_value(box) == "Typed meanwhile")
-    state(page, "idle")
+    _send_edit_and_type(page, box)
     page.click("[data-do=fresh]:visible")
     until(lambda: page.input_value(box) == "Not sent yet\n\nTyped meanwhile")
     page.click(f"{CHATS} .oc-open")
     page.wait_for_selector("[aria-label='Edit question 1']")
     page.fill(box, "Not sent yet")
 
-    page.click("[aria-label='Edit question 1']")
-    until(lambda: page.input_value(box) == "What is edited?")
-    state(page, "edit")
+    _edit(page, box)
     other = page.context.new_page()
     other.goto(site.url)
     other.on("dialog", lambda dialog: dialog.accept())
