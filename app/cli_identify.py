@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import sys
@@ -9,7 +10,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from models.build import load_decoder
 from models.cache.shape import CacheShape
 from models.checkpoint import open_checkpoint
 from models.decoder import Decoder
+from models.fingerprint import fingerprint
 from models.heads import HeadPattern
 from models.identify import Recipe, Sample, Training, agreement, attention_beyond, train_gates
 from models.refine import Refiner, refine
@@ -47,8 +49,8 @@ def identify(settings: Settings, flags: Namespace) -> int:
         raise UsageError(f"--retrieval-ratio is {ratio:g}; to identify, it must lie between 0 and 1.")
     folder_to_write("--out", out)
     files = find_model(settings)
-    tokenizer = Tokenizer(files.path)
     checkpoint = open_checkpoint(files.path)
+    tokenizer = Tokenizer.of(checkpoint)
     maker = PromptMaker(tokenizer, Haystack.of(read_haystack(flags.haystack), tokenizer))
     longest = min(settings.context or 32_000, checkpoint.config.max_positions)
     if longest < 2 * (recipe.sink + recipe.recent):
@@ -73,7 +75,9 @@ def identify(settings: Settings, flags: Namespace) -> int:
     how = "attention beyond the window while copying"
     if not flags.training_free:
         beyond = scores
-        gates, figures["gates_s"] = run.timed("gates", lambda: run.gates(out))
+        weights = fingerprint(files.path, settings.cache_dir / "weights.json")
+        recipe = replace(recipe, learned_from=run.learned_from(weights))
+        gates, figures["gates_s"] = run.timed("gates", lambda: run.gates(out, recipe))
         figures["gates"] = {"recipe": asdict(recipe), "last": gates.history[-1]}
         scores = gates.gates.double().numpy()
         _plot(gates, out / "gates.png")
@@ -126,15 +130,20 @@ class _Run:
         with _told("Copying texts") as progress:
             return attention_beyond(self._decoder, copies, self._recipe.sink, self._recipe.recent, progress)
 
-    def gates(self, out: Path) -> Training:
+    def learned_from(self, weights: str) -> str:
+        """A hash of all that the gates come from beside the recipe."""
+        ids = np.array(self._maker.haystack.ids, dtype="<i8").tobytes()
+        return hashlib.sha256(f"{weights} {self._longest} {self._seed} ".encode() + ids).hexdigest()
+
+    def gates(self, out: Path, recipe: Recipe) -> Training:
         """Gates of DuoAttention; training continues where an earlier run with the same recipe stopped."""
 
         def progress(training: Training) -> None:
             if training.step % 10 == 0:
                 now = ", ".join(f"{name} {value:.4f}" for name, value in training.history[-1].items())
-                _say(f"step {training.step} of {self._recipe.steps}: {now}")
+                _say(f"step {training.step} of {recipe.steps}: {now}")
 
-        return train_gates(self._decoder, self._passkeys, self._recipe, out / "training.pt", progress)
+        return train_gates(self._decoder, self._passkeys, recipe, out / "training.pt", progress)
 
     def refined(self, start: NDArray[np.float64], rounds: int) -> tuple[NDArray[np.float64], dict[str, float]]:
         """Scores whose best heads are those of a measured search, and its divergences in nats."""

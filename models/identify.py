@@ -35,13 +35,17 @@ class Sample:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How gates are learned: window of the streaming heads in tokens, steps, AdamW's rate, weight of the L1 term."""
+    """How gates are learned: window of the streaming heads in tokens, steps, AdamW's rate, weight of the L1 term.
+
+    learned_from: a hash of weights and samples, which no training that is continued may change.
+    """
 
     sink: int
     recent: int
     steps: int = 240
     learning_rate: float = 0.02
     penalty: float = 0.05
+    learned_from: str = ""
 
 
 @dataclass
@@ -65,7 +69,7 @@ def train_gates(
 
     Loss: squared distance of the final hidden states at the answer's tokens, over their mean square, plus the L1 norm
     of the gates. `sample(step)` must give the same at every call, so that training which was interrupted continues from
-    the file `saved` as if it had not been. Raises BadPattern when that file is of another recipe or model.
+    the file `saved` as if it had not been. Raises BadPattern when that file is of another recipe or of other heads.
     """
     shape = (decoder.config.num_layers, decoder.config.num_kv_heads)
     gates = torch.ones(shape, requires_grad=True)
@@ -116,7 +120,7 @@ def _restore(file: Path, recipe: Recipe, gates: Tensor, optimizer: torch.optim.O
     except Exception as error:  # torch names no common base for what a damaged file raises
         raise BadPattern(f"{file} cannot be read: {error}. Delete it to start anew.") from error
     if not same:
-        raise BadPattern(f"{file} is of another recipe or model. Delete it, or give another --out.")
+        raise BadPattern(f"{file} is of another model, text, length, seed or recipe. Delete it, or give another --out.")
     with torch.no_grad():
         gates.copy_(state["gates"])
     optimizer.load_state_dict(state["optimizer"])

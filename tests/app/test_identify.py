@@ -64,6 +64,18 @@ def test_training_free(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     assert "Copying texts 50%, " in told.err and "Copying texts 100%" in told.err
 
 
+def test_gates_of_one_run_are_not_taken_for_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["identify", "--model", "embedded", "--out", str(tmp_path), "--steps", "1", "--sink", "4"]
+    command += ["--recent", "32", "--context", "100"]
+    assert main(command) == 0
+    found = (tmp_path / "identify.json").read_text()
+    for other in (["--seed", "5"], ["--context", "99"], ["--haystack", __file__]):
+        assert main([*command, *other]) == 1
+        assert "training.pt is of another model, text, length, seed or recipe" in capsys.readouterr().err
+        assert (tmp_path / "identify.json").read_text() == found
+    assert main(command) == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -125,8 +125,10 @@ def test_training_that_was_interrupted_continues_as_if_it_had_not(tiny: Decoder,
     assert seen == list(range(20, 30))  # saved at step 20
     assert torch.equal(again.gates, whole.gates)
     assert len(again.history) == 30
-    with pytest.raises(BadPattern, match="another recipe"):
+    with pytest.raises(BadPattern, match="another model"):
         train_gates(tiny, sample, replace(recipe, steps=31), tmp_path / "training.pt")
+    with pytest.raises(BadPattern, match="another model, text, length, seed or recipe"):
+        train_gates(tiny, sample, replace(recipe, learned_from="other weights"), tmp_path / "training.pt")
     (tmp_path / "training.pt").write_bytes(b"damaged")
     with pytest.raises(BadPattern, match="cannot be read"):
         train_gates(tiny, sample, recipe, tmp_path / "training.pt")
