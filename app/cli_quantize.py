@@ -17,7 +17,7 @@ import torch
 from app.calibration import sample_texts, sample_windows
 from app.config import Settings
 from app.engine.sizing import peak_bytes
-from app.errors import OctavoError, UsageError, describe
+from app.errors import OctavoError, UsageError, describe, said_by_disk
 from app.gguf_tokenizer import spec_from_gguf
 from app.model import PATTERN_FOLDER, ModelFiles, choose_pattern, find_model
 from app.status_line import StatusLine, TimeLeft
@@ -53,7 +53,7 @@ def quantize(settings: Settings, model: str, out: Path, calibration: str | None,
         about: dict[str, Any] = {"method": "none: nearest rounding"}
     else:
         texts, name = sample_texts(None if calibration is None else Path(calibration).expanduser())
-        sample, counted = sample_windows(Tokenizer(files.path), texts, tokens, checkpoint.config.vocab_size)
+        sample, counted = sample_windows(Tokenizer.of(checkpoint), texts, tokens)
         about = {"method": "scales by measured error, GPTQ rounding", "text": name, **counted}
     about["embedding"] = settings.embedding
     described = formats.metadata(files.name, _revision(files), about, None if pattern is None else pattern.hash())
@@ -76,8 +76,8 @@ def quantize(settings: Settings, model: str, out: Path, calibration: str | None,
             settings.embedding == "int8",
         )
     except OSError as error:
-        said = describe(error)[0].rstrip(".")
-        raise OctavoError(f"{said}. The same command then goes on from what is written.") from error
+        said = said_by_disk(error) or describe(error)[0].rstrip(".") + "."
+        raise OctavoError(f"{said} The same command then goes on from what is written.") from error
     finally:
         status.clear()
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())

@@ -60,6 +60,11 @@ _DISK = {
 }
 
 
+def said_by_disk(error: BaseException) -> str | None:
+    """What a disk that refused means, and what to do; None for any other error."""
+    return _DISK.get(error.errno or 0) if isinstance(error, OSError) else None
+
+
 def describe(error: BaseException) -> tuple[str, int, int]:
     """(message, HTTP status, exit code) for any error; unknown ones give a general message with their type."""
     if isinstance(error, OctavoError):
@@ -72,8 +77,8 @@ def describe(error: BaseException) -> tuple[str, int, int]:
         return str(error), 422, 1
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "Out of memory while answering. Shorten the context or free memory, then ask again.", 507, 1
-    if isinstance(error, OSError) and error.errno in _DISK:
-        return f"{_DISK[error.errno]} Nothing is changed.", 507, 1
+    if (said := said_by_disk(error)) is not None:
+        return f"{said} Nothing is changed.", 507, 1
     if isinstance(error, ModuleNotFoundError):
         return f"This Python lacks {error.name}. Start Octavo with ./launch.sh, which installs all it needs.", 500, 1
     return f"Unexpected {type(error).__name__}: {error}", 500, 1

@@ -35,7 +35,7 @@ def measured_heads(
     ready()
     progress(0.0)
     texts, _ = sample_texts(None)
-    (sample, *_), _ = sample_windows(tokenizer, texts, min(WINDOW, config.max_positions), config.vocab_size)
+    (sample, *_), _ = sample_windows(tokenizer, texts, min(WINDOW, config.max_positions))
     heads = measure_heads(checkpoint, sample, device, progress)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what the allocator holds counts as taken where a context is to fit

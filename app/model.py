@@ -26,7 +26,7 @@ from models.cache.plan import MemoryPlan, plan_memory
 from models.cache.shape import CacheShape
 from models.checkpoint import Checkpoint, open_checkpoint
 from models.config import ModelConfig
-from models.errors import BadCheckpoint, BadPattern
+from models.errors import BadPattern
 from models.files import read_json
 from models.heads import HeadPattern, default_pattern, fetch_pattern
 from models.keys import key_warning
@@ -93,18 +93,13 @@ def open_model(settings: Settings, progress: LoadProgress) -> OpenModel:
     progress("Finding the model", 0.0)
     files = find_model(settings)
     progress("Reading the tokenizer", 0.05)
-    tokenizer = Tokenizer(files.path)
     checkpoint = open_checkpoint(files.path)
+    tokenizer = Tokenizer.of(checkpoint)
     settings = _as_stored(settings, checkpoint)
     config = checkpoint.config
     pattern, pattern_note = choose_pattern(files, settings)
     if pattern is not None:
         pattern.check(config)
-    if tokenizer.vocab_size > config.vocab_size:
-        raise BadCheckpoint(
-            f"The tokenizer has {tokenizer.vocab_size:,} tokens, the model {config.vocab_size:,}: they do not belong "
-            "together."
-        )
     note = files.note
     if settings.mode == "duo" and settings.kv == "kv4" and (warning := key_warning(checkpoint)):
         note = f"{note} {warning}".strip()

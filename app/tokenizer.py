@@ -16,6 +16,7 @@ from app.errors import Cancelled
 from app.gguf_tokenizer import byte_alphabet, spec_from_gguf
 from app.json_tokenizer import spec_from_directory
 from app.prompt import PromptTokenizer
+from models.checkpoint import Checkpoint
 from models.errors import BadCheckpoint, UnsupportedModel
 
 _PIECE_CHARS = 1 << 16
@@ -57,6 +58,17 @@ class Tokenizer:
     `encode_text` never gives control tokens: text that spells one is text. `special_ids` are those that a chat template
     may write, `eos_ids` end an answer. Raises BadCheckpoint or UnsupportedModel for files that it cannot use.
     """
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Tokenizer:
+        """The tokenizer beside a model's weights; raises BadCheckpoint where they are of different models."""
+        tokenizer, rows = cls(checkpoint.path), checkpoint.config.vocab_size
+        if tokenizer.vocab_size > rows:
+            raise BadCheckpoint(
+                f"The tokenizer in {checkpoint.path} has {tokenizer.vocab_size:,} tokens, the model {rows:,}: they do "
+                "not belong together. Put the model's own tokenizer.json there."
+            )
+        return tokenizer
 
     def __init__(self, path: Path) -> None:
         spec = spec_from_gguf(path) if path.is_file() else spec_from_directory(path)

@@ -55,10 +55,9 @@ def main(argv: list[str]) -> int:
     start = _seconds_to_first_page()
 
     path = embedded_model_path()
-    ids = Tokenizer(path).encode_text(
-        "\n\n".join(pydoc_data.topics.topics[k] for k in sorted(pydoc_data.topics.topics))
-    )
     checkpoint = open_checkpoint(path)
+    tokenizer = Tokenizer.of(checkpoint)
+    ids = tokenizer.encode_text("\n\n".join(pydoc_data.topics.topics[k] for k in sorted(pydoc_data.topics.topics)))
     ours = _Ours(checkpoint, args)
     theirs = {
         name: _Transformers(checkpoint, dtype) for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
@@ -118,7 +117,7 @@ class _Ours:
         )
         files = find_model(settings)
         pattern, _ = choose_pattern(files, settings)
-        measured = measured_heads(checkpoint, Tokenizer(files.path), settings.cache_dir, torch.device("cpu"))
+        measured = measured_heads(checkpoint, Tokenizer.of(checkpoint), settings.cache_dir, torch.device("cpu"))
         self.runner: Runner = build_runner(checkpoint, pattern, settings, measured=measured)
 
     def read(self, ids: list[int], cache: DuoCache) -> Tensor:

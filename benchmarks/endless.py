@@ -106,7 +106,7 @@ class _Sides:
         self.device = device
         files = find_model(Settings() if Settings().model else Settings(model=EMBEDDED_MODEL))
         checkpoint = open_checkpoint(files.path)
-        self.config, self.tokenizer = checkpoint.config, Tokenizer(files.path)
+        self.config, self.tokenizer = checkpoint.config, Tokenizer.of(checkpoint)
         mask, shape = resolve_shape(self.config, None, Settings(mode="endless"), device)
         weights = "bf16" if device.type == "cuda" else "w8a8"
         self.decoder: Decoder = load_decoder(checkpoint, mask, weights, shape, device)

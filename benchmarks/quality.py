@@ -144,7 +144,8 @@ def main(argv: list[str]) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = Settings(model=Settings().model or EMBEDDED_MODEL)
     files = find_model(settings)
-    checkpoint, tokenizer = open_checkpoint(files.path), Tokenizer(files.path)
+    checkpoint = open_checkpoint(files.path)
+    tokenizer = Tokenizer.of(checkpoint)
     pattern, pattern_note = choose_pattern(files, settings)
     ids = tokenizer.encode_text(text)[: args.tokens]
     lengths = sorted(args.length or [_LENGTH])
@@ -165,7 +166,7 @@ def main(argv: list[str]) -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         texts, _ = sample_texts(None)
-        sample, about = sample_windows(tokenizer, texts, TOKENS, checkpoint.config.vocab_size)
+        sample, about = sample_windows(tokenizer, texts, TOKENS)
         out = Path(folder) / "out"
         quantize_checkpoint(checkpoint, out, sample, formats.metadata(files.name, "", about, None), device)
         lap("quantize")

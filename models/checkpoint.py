@@ -36,12 +36,22 @@ class Checkpoint(ABC):
         self.source = source
         self.int8_format = int8_format
 
-    @abstractmethod
     def load(self, name: str) -> torch.Tensor | QuantizedWeight:
         """One tensor on the CPU in bf16, fp16 or fp32, or int8 with its scales. Do not write to it: it may be the file.
 
-        Only a checkpoint with an `int8_format` has int8 weights.
+        Only a checkpoint with an `int8_format` has int8 weights. Raises BadCheckpoint for numbers that are none.
         """
+        found = self._load(name)
+        # One that is not finite makes the sum so, for which nothing as large as the tensor is needed.
+        if isinstance(found, torch.Tensor) and not found.sum(dtype=torch.float32).isfinite():
+            raise BadCheckpoint(
+                f"{self.path.name}: {name} holds NaN or infinity. Download it again, or take another copy."
+            )
+        return found
+
+    @abstractmethod
+    def _load(self, name: str) -> torch.Tensor | QuantizedWeight:
+        """As `load`, unchecked."""
 
     @property
     def int8_embedding(self) -> bool:
@@ -114,7 +124,7 @@ class _SafetensorsCheckpoint(Checkpoint):
     def int8_embedding(self) -> bool:
         return self.int8_format is not None and self._stored[EMBEDDING].dtype == "I8"
 
-    def load(self, name: str) -> torch.Tensor | QuantizedWeight:
+    def _load(self, name: str) -> torch.Tensor | QuantizedWeight:
         form = self.int8_format
         if form is None or self._stored[name].dtype != "I8":
             return self._get(name)
@@ -291,7 +301,7 @@ class _GgufCheckpoint(Checkpoint):
         # Converters to GGUF reorder q and k of these families from halves to adjacent pairs, and leave Qwen's alone.
         self._paired = self._file.metadata["general.architecture"] in ("llama", "mistral")
 
-    def load(self, name: str) -> torch.Tensor:
+    def _load(self, name: str) -> torch.Tensor:
         tensor = self._file.load(self._own_names[name])
         if self._paired and ("q_proj" in name or "k_proj" in name):
             pairs = tensor.unflatten(0, (-1, self.config.head_dim // 2, 2))

@@ -46,7 +46,7 @@ def quality(settings: Settings, args: argparse.Namespace) -> int:
             raise UsageError(f"--setting {name!r} is not one of: {', '.join(chosen)}.")
     texts, text_name = sample_texts(Path(args.text).expanduser(), "--text")
     text = "\n\n".join(texts)
-    tokenizer = Tokenizer(files.path)
+    tokenizer = Tokenizer.of(checkpoint)
     ids = tokenizer.encode_text(text[: 12 * args.tokens])[: args.tokens]
     most = min(window, len(ids))  # of a text that is shorter than the usual windows all of it is one
     lengths = args.length or [n for n in _LENGTHS if n <= most] or [most]

@@ -72,6 +72,21 @@ def test_a_head_of_its_own_is_used_although_the_config_ties_it(tmp_path: Path) -
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).lm_head.weight, head)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_is_none_is_refused_with_its_tensor(dtype: torch.dtype, number: float, tmp_path: Path) -> None:
+    tiny_model("llama", dtype).save_pretrained(tmp_path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    weight = load_file(tmp_path / "model.safetensors")[name]
+    weight[3, 5] = number
+    rewrite(tmp_path, {name: weight})
+    checkpoint = open_checkpoint(tmp_path)
+    for read in (checkpoint.load, checkpoint.load_float):
+        with pytest.raises(BadCheckpoint, match=f"{name} holds NaN or infinity"):
+            read(name)
+    assert checkpoint.load("model.layers.0.mlp.up_proj.weight") is not None
+
+
 def test_old_rotary_buffers_are_redundant(saved: Path) -> None:
     rewrite(saved, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
     assert "inv_freq" not in " ".join(open_checkpoint(saved).names())
