@@ -19,7 +19,7 @@ class BadCheckpoint(ModelError):
 
 
 class OutputTaken(ModelError):
-    """Where a checkpoint is to be written another run writes, or lies what no stopped run has left."""
+    """Where a checkpoint is to be written another run writes, or lies something that no stopped run has left."""
 
 
 class BadPattern(ModelError):

@@ -44,6 +44,7 @@ from quant.w8a8 import DenseLinear, Rows, W8A8Linear, quantize_weight
 _SAMPLE_ROWS = 2048  # tokens on which a scale's error is measured
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _JOB = "job.json"
+_M_MMAP_THRESHOLD = -3  # of malloc.h
 PARTIAL = ".partial"  # behind the name of a directory that is being made
 
 Progress = Callable[[str, float], None]
@@ -67,6 +68,7 @@ def quantize_checkpoint(
     """
     if checkpoint.int8_format is not None:
         raise UnsupportedModel("weights", checkpoint.int8_format.title, "a checkpoint that is not quantised yet")
+    _give_freed_memory_back()
     config = checkpoint.config
     read = hashlib.sha256(b"".join(ids.numpy().tobytes() + b"." for ids in sample)).hexdigest()
     with _work_folder(out, {**described, "sample": read, "int8_embedding": int8_embedding}) as work:
@@ -83,7 +85,6 @@ def quantize_checkpoint(
                 quantised = calibration.quantize(parts) if calibration else _nearest(parts)
                 _write(file, lambda q=quantised, p=prefix: _stored(q, p))  # type: ignore[misc]
                 del parts, quantised
-                _give_back()
             progress("Quantising", (index + 1) / (config.num_layers + 1))
         norm, head = "model.norm.weight", HEAD
         ends = {} if config.tied_embeddings else {head: keep}
@@ -99,6 +100,8 @@ def quantize_checkpoint(
         (work / "config.json").write_text(json.dumps(section, indent=2) + "\n")
         finish(work)
         open_checkpoint(work)  # complete, or it raises
+        if os.path.lexists(out):
+            raise OutputTaken(f"{out} exists by now. Move it away; the same command then ends at once.")
         work.rename(out)
         (out / _JOB).unlink()
         progress("Quantising", 1.0)
@@ -142,10 +145,13 @@ def _is_whole(file: Path) -> bool:
         return False
 
 
-def _give_back() -> None:
-    """Returns freed memory to the system, which glibc may keep: it was some 0.8 GB behind the first layer of an 8B."""
+def _give_freed_memory_back() -> None:
+    """Has glibc map every large tensor by itself, which ends with it.
+
+    Else it learns to take such from its heap, where what is freed stays: up to 2 GB of the 8B's shape (MALLOPT(3)).
+    """
     with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def _write(file: Path, tensors: Callable[[], dict[str, Tensor]]) -> None:
@@ -283,7 +289,6 @@ class _Calibration:
         """The layer in int8, its scales and rounding chosen; the sample then moves through it."""
         config, layer = self._config, make_layer(self._config, dict(parts), self._mask, _watch)
         self._run(layer)
-        _give_back()
         linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
         attention, output, mlp, down = (linear.seen() for linear in linears if isinstance(linear, _Watched))
         del layer, linears

@@ -177,6 +177,23 @@ def test_a_second_run_into_the_same_place_is_refused_and_harms_nothing(tmp_path,
     assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"] == DESCRIBED
 
 
+def test_an_output_that_appears_meanwhile_stays_and_the_work_is_kept(tmp_path):
+    source, out = open_checkpoint(_folder(tmp_path / "in", "llama")), tmp_path / "out"
+    theirs = out / "theirs"
+
+    def appear(folder):
+        out.mkdir()
+        theirs.write_text("mine")
+
+    with pytest.raises(OutputTaken, match="out exists by now"):
+        quantize_checkpoint(source, out, [], DESCRIBED, CPU, finish=appear)
+    assert theirs.read_text() == "mine"
+    out.rename(tmp_path / "moved")
+    told = []
+    quantize_checkpoint(source, out, [], DESCRIBED, CPU, lambda stage, done: told.append(done))
+    assert open_checkpoint(out).config == source.config and told[-1] == 1
+
+
 @pytest.mark.parametrize("sample", [[], _sample()])
 @pytest.mark.parametrize("shard", ["model-00001-of-00004.safetensors", "model-00002-of-00004.safetensors"])
 def test_a_shard_that_was_cut_is_written_anew(tmp_path, shard, sample):
