@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -39,6 +39,7 @@ class Conversation:
         self._versions = count()
         self._shelving = threading.RLock()  # answers end in threads, and put back what they have not read
         self.shelf = []
+        self._put_back(self._unanswered())  # the program may have ended before they were read
         self._tokenizing = threading.Lock()  # so that no document is counted twice at the same time
         self._planning: asyncio.Future[None] | None = None
         self._planned: tuple[object, PlanView | Exception | None] = (None, None)
@@ -304,7 +305,18 @@ class Conversation:
         """Documents that the chat has not read, as the question was stopped or failed, wait on the shelf again."""
         if self._answers[-1:] == [answer]:
             with self._shelving:
-                here = {item.source.key for item in self.readable}
-                unread = [source for source in answer.sources if not self.chat.has(source) and source.key not in here]
-                self.shelf = [Attachment.of(source) for source in unread if source.document.pages] + self.shelf
+                self._put_back(answer.sources)
         self.save()
+
+    def _put_back(self, sources: Iterable[Selection]) -> None:
+        """In front of the shelf, where the chat has not read them."""
+        here = {item.source.key for item in self.readable}
+        unread = [source for source in sources if not self.chat.has(source) and source.key not in here]
+        self.shelf = [Attachment.of(source) for source in unread if source.document.pages] + self.shelf
+
+    def _unanswered(self) -> Iterator[Selection]:
+        """What the last questions were about, as far back as none was answered."""
+        for turn in reversed(self.chat.path(self.chat.head)):
+            if turn.answered:
+                return
+            yield from turn.sources

@@ -209,11 +209,14 @@ def _opened(session: Session, source: Selection | str) -> Selection:
 
 
 def _sources(session: Session) -> dict[str, Selection | str]:
-    """Documents on the shelf, those that the chat has read, and the library's by their labels; by names that differ."""
+    """Documents on the shelf, those that the chat was asked about, and the library's by their labels.
+
+    By names that differ, and that stay while a question is answered.
+    """
     conversation = session.conversation
     found = [attachment.source for attachment in conversation.readable]
     keys = {source.key for source in found}
-    for turn in conversation.chat.turns:
+    for turn in conversation.chat.path(conversation.chat.head):
         for source in turn.sources:
             if source.document.pages and source.key not in keys:
                 keys.add(source.key)

@@ -110,6 +110,28 @@ def test_a_file_that_is_read_while_a_question_is_asked_stays_on_the_shelf(tmp_pa
     service.close()
 
 
+def test_what_a_question_was_about_waits_again_where_the_program_ended_before_it_was_read(tmp_path: Path) -> None:
+    model = OpenModel("fake", FakeRunner(capacity=2000), FakeTokenizer(), frozenset({END}), lambda context: context)
+    service = LocalService(Settings(cache_dir=tmp_path), lambda settings, progress: model)
+    service.load()
+    owner = Library(tmp_path / "library").owner("a secret")
+    sources = []
+    for name in ("read.txt", "asked.txt", "more.txt"):
+        (tmp_path / name).write_text(f"The word in {name} is heron.")
+        sources.append(Selection.whole(service.add_document(tmp_path / name)))
+    before = Conversation(service, owner)
+    before.use(sources[0].document)
+    assert before.ask("First?").finished.wait(10)
+    for source in sources[1:]:
+        before.chat.begin("What is the word?", [source])
+        owner.add(source.document)
+    before.save()
+    opened = owner.open_chat(before.chat.id)
+    assert opened is not None and [turn.answered for turn in opened.path(opened.head)] == [True, False, False]
+    assert {item.name for item in Conversation(service, owner, opened).shelf} == {"asked.txt", "more.txt"}
+    service.close()
+
+
 def test_a_stopped_question_that_is_asked_again_takes_its_documents_from_the_shelf(tmp_path: Path) -> None:
     model = OpenModel("fake", FakeRunner(capacity=2000), FakeTokenizer(), frozenset({END}), lambda context: context)
     service = LocalService(Settings(cache_dir=tmp_path), lambda settings, progress: model)
