@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
+from app.cli_bench import benchmarks
 from app.config import Embedding, EngineName, Kv, Mode, Settings, Weights
 from app.errors import UsageError, describe
 from app.flags import TOKENS, whole
@@ -122,15 +123,21 @@ def build_parser() -> argparse.ArgumentParser:
         help="a checkpoint with 8-bit weights",
         description="Write MODEL as a W8A8 checkpoint, calibrated on text. A run that was stopped continues.",
     )
-    quantize.add_argument("source", metavar="MODEL", help="a hub id, a directory of safetensors, or a .gguf file")
+    quantize.add_argument(
+        "source", metavar="MODEL", help="'embedded', a hub id, a directory of safetensors, or a .gguf file"
+    )
     quantize.add_argument("out", metavar="OUT", type=Path, help="directory to write; --model OUT loads it")
     quantize.add_argument(
         "--calibration",
         metavar="TEXT",
         help="a file or directory of text like what the model will read, or 'none' (default: a small built-in sample)",
     )
-    quantize.add_argument("--calibration-tokens", type=whole(1, TOKENS), metavar="N", help="default 16384")
-    quantize.add_argument("--embedding", choices=get_args(Embedding), help=f"default {Settings.embedding}")
+    quantize.add_argument(
+        "--calibration-tokens", type=whole(1, TOKENS), metavar="N", help="of TEXT to measure on (default 16,384)"
+    )
+    quantize.add_argument(
+        "--embedding", choices=get_args(Embedding), help=f"how the embedding is kept (default {Settings.embedding})"
+    )
     quantize.add_argument("--pattern", type=Path, metavar="DIR", help="head pattern to store with it")
     quantize.add_argument("--json", action="store_true", help="print one JSON object")
     _threads_flag(quantize)
@@ -180,7 +187,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--debug", action="store_true", default=None, help=argparse.SUPPRESS)
 
     bench = commands.add_parser("bench", help="a benchmark of benchmarks/", description="Run a benchmark.")
-    bench.add_argument("name", metavar="NAME", help="such as cpu")
+    bench.add_argument("name", metavar="NAME", help=", ".join(benchmarks()))
     bench.add_argument("args", type=str, nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of that benchmark")
     return parser
 

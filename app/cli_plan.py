@@ -69,7 +69,7 @@ def plan(settings: Settings, config: Path | None, gpu_memory: str | None, as_jso
         ("a token", f"{plan.bytes_per_token:,} bytes"),
         ("weights", gib(plan.weights_bytes)),
         ("retrieval heads", gib(plan.retrieval_bytes)),
-        ("streaming windows", f"{gib(plan.streaming_bytes)}, of {SNAPSHOTS} places in chats that are kept at hand"),
+        ("streaming windows", f"{gib(plan.streaming_bytes)}, of {SNAPSHOTS} places kept to go on from"),
         ("workspace", gib(plan.workspace_bytes)),
         ("total", f"{gib(plan.total_bytes)} of {gib(limit)}: {verdict}"),
         ("longest context", "without end" if longest is None else f"{longest:,} tokens"),
