@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -24,6 +23,7 @@ from app.status_line import StatusLine, TimeLeft
 from app.tokenizer import Tokenizer
 from app.writable import folder_to_write
 from models.checkpoint import open_checkpoint
+from models.fingerprint import fingerprint
 from models.quantize import PARTIAL, quantize_checkpoint
 from quant import formats
 
@@ -46,6 +46,7 @@ def quantize(settings: Settings, model: str, out: Path, calibration: str | None,
     started = time.monotonic()
     files = find_model(replace(settings, model=model))
     checkpoint = open_checkpoint(files.path)
+    tokenizer = Tokenizer.of(checkpoint)
     pattern, _ = choose_pattern(files, settings)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if calibration == _ROUND_ONLY:
@@ -53,10 +54,11 @@ def quantize(settings: Settings, model: str, out: Path, calibration: str | None,
         about: dict[str, Any] = {"method": "none: nearest rounding"}
     else:
         texts, name = sample_texts(None if calibration is None else Path(calibration).expanduser())
-        sample, counted = sample_windows(Tokenizer.of(checkpoint), texts, tokens)
+        sample, counted = sample_windows(tokenizer, texts, tokens)
         about = {"method": "scales by measured error, GPTQ rounding", "text": name, **counted}
     about["embedding"] = settings.embedding
-    described = formats.metadata(files.name, _revision(files), about, None if pattern is None else pattern.hash())
+    hashed = None if pattern is None else pattern.hash()
+    described = formats.metadata(files.name, _revision(files, settings.cache_dir), about, hashed)
 
     def finish(folder: Path) -> None:
         _save_tokenizer(files.path, folder)
@@ -95,17 +97,11 @@ def quantize(settings: Settings, model: str, out: Path, calibration: str | None,
     return 0
 
 
-def _revision(files: ModelFiles) -> str:
-    """The hub's commit, or a fingerprint of the files: names, sizes and first MiB of each."""
+def _revision(files: ModelFiles, cache_dir: Path) -> str:
+    """The hub's commit, or a hash of config and weights: what a stopped run has written belongs to exactly these."""
     if files.hub_id is not None and files.path.parent.name == "snapshots":
         return files.path.name
-    digest = hashlib.sha256()
-    whole = [files.path] if files.path.is_file() else sorted(path for path in files.path.iterdir() if path.is_file())
-    for file in whole:
-        digest.update(f"{file.name} {file.stat().st_size} ".encode())
-        with file.open("rb") as opened:
-            digest.update(opened.read(1 << 20))
-    return f"fingerprint-{digest.hexdigest()[:32]}"
+    return f"fingerprint-{fingerprint(files.path, cache_dir / 'weights.json')[:32]}"
 
 
 def _save_tokenizer(source: Path, folder: Path) -> None:

@@ -48,6 +48,8 @@ def quality(settings: Settings, args: argparse.Namespace) -> int:
     text = "\n\n".join(texts)
     tokenizer = Tokenizer.of(checkpoint)
     ids = tokenizer.encode_text(text[: 12 * args.tokens])[: args.tokens]
+    if len(ids) < 2:
+        raise UsageError(f"--text {args.text} is {len(ids)} token long: give a text of two or more.")
     most = min(window, len(ids))  # of a text that is shorter than the usual windows all of it is one
     lengths = args.length or [n for n in _LENGTHS if n <= most] or [most]
     wanted = [variant for name, variant in chosen.items() if not args.setting or name in args.setting]

@@ -67,6 +67,43 @@ def test_a_full_disk_is_told_and_the_same_command_goes_on(model, tmp_path, capsy
     assert main(command) == 0
 
 
+def test_a_stopped_run_is_not_continued_with_weights_that_differ_anywhere(model, tmp_path, monkeypatch):
+    """Not even where they differ far from the file's beginning: what is written already would be of another model."""
+    command = ["quantize", str(model), str(tmp_path / "out"), "--calibration", "none"]
+    weights, long = load_file(model / "model.safetensors"), {"header": "of more than a MiB" * 100_000}
+    save_file(weights, model / "model.safetensors", metadata=long)
+
+    def full(tensors, file, metadata):
+        if "00003" in file.name:
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        save_file(tensors, file, metadata=metadata)
+
+    with monkeypatch.context() as broken:
+        broken.setattr("models.quantize.save_file", full)
+        assert main(command) == 1
+    first = tmp_path / "out.partial" / "model-00002-of-00004.safetensors"
+    before = first.read_bytes()
+    name = "model.layers.0.mlp.down_proj.weight"
+    save_file({**weights, name: weights[name].flip(0)}, model / "model.safetensors", metadata=long)
+    assert main(command) == 0
+    assert (tmp_path / "out" / first.name).read_bytes() != before
+
+
+def test_a_tokenizer_of_another_model_is_refused_before_any_work(model, tmp_path, capsys):
+    spec = json.loads((model / "tokenizer.json").read_text())
+    spec["added_tokens"].append({"id": 5000, "content": "<new>", "special": True})
+    (model / "tokenizer.json").write_text(json.dumps(spec))
+    assert main(["quantize", str(model), str(tmp_path / "out"), "--calibration", "none"]) == 1
+    assert "they do not belong together" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_text_of_one_token_is_told_to_be_too_short(model, tmp_path, capsys):
+    (tmp_path / "short.txt").write_text("a")
+    assert main(["eval", "quality", "--model", str(model), "--text", str(tmp_path / "short.txt")]) == 2
+    assert "is 1 token long" in capsys.readouterr().err
+
+
 def test_quantise_then_compare(model, text, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
     command = ["quantize", str(model), str(out), "--calibration", str(text), "--calibration-tokens", "400", "--json"]
