@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import http.client
 import json
-import os
-import tempfile
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ from numpy.typing import NDArray
 from models import kv_bits
 from models.config import ModelConfig
 from models.errors import BadPattern
-from models.files import read_json
+from models.files import read_json, writing
 
 _SCORES, _SETTINGS = "full_attention_heads.tsv", "config.json"
 _DEFAULT_SINK, _DEFAULT_RECENT = 128, 256  # what the published patterns were trained with
@@ -66,8 +64,8 @@ class HeadPattern:
     def load(cls, folder: Path) -> HeadPattern:
         """Read the published format: a table of scores, and a config.json with sink_size and recent_size."""
         try:
-            lines = (folder / _SCORES).read_text(encoding="utf-8").splitlines()
-            rows = [[float(score) for score in line.split("\t")] for line in lines]
+            lines = (folder / _SCORES).read_text(encoding="utf-8-sig").rstrip().splitlines()
+            rows = [_scores(folder, number, line) for number, line in enumerate(lines, 1)]
             settings = read_json(folder / _SETTINGS)
         except FileNotFoundError as error:
             raise BadPattern(f"{folder} is not a head pattern: it needs {_SCORES} and {_SETTINGS}.") from error
@@ -81,8 +79,9 @@ class HeadPattern:
                 )
         if not {"sink_size", "recent_size"} <= settings.keys():
             raise BadPattern(f"{folder / _SETTINGS} must name sink_size and recent_size.")
-        source = settings.get("source") or settings.get("exp_name") or folder.name
-        return cls(np.array(rows), settings["sink_size"], settings["recent_size"], str(source), settings.get("kv_bits"))
+        source = str(settings.get("source") or settings.get("exp_name") or folder.name)
+        shown = "".join(letter if letter.isprintable() else " " for letter in source)  # it goes to terminals
+        return cls(np.array(rows), settings["sink_size"], settings["recent_size"], shown, settings.get("kv_bits"))
 
     def save(self, folder: Path) -> None:
         """Write the published format; `load` gives back the same pattern."""
@@ -236,13 +235,16 @@ def _sha256(path: Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
-def _write(path: Path, content: bytes) -> None:
-    """Write all or nothing: readers see the old file or the new one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+def _scores(folder: Path, number: int, line: str) -> list[float]:
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink()
-        raise
+        return [float(score) for score in line.split("\t")]
+    except ValueError as error:
+        raise BadPattern(
+            f"{folder / _SCORES}, line {number} is {line[:40]!r}: it must be a score a KV head, with tabs between. "
+            "Download it again, or identify the heads anew."
+        ) from error
+
+
+def _write(path: Path, content: bytes) -> None:
+    with writing(path) as file:
+        file.write(content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import urllib.error
 from itertools import pairwise
@@ -154,7 +155,9 @@ def test_scores_must_be_finite(score: float) -> None:
     [
         (None, '{"sink_size": 4, "recent_size": 8}', "needs full_attention_heads.tsv"),
         ("1.0\t0.5\n", None, "needs full_attention_heads.tsv and config.json"),
-        ("1.0\tx\n", '{"sink_size": 4, "recent_size": 8}', "cannot be read"),
+        ("1.0\tx\n", '{"sink_size": 4, "recent_size": 8}', r"line 1 is '1.0\\tx'"),
+        ("1.0\t0.5\n1.0 0.5\n", '{"sink_size": 4, "recent_size": 8}', "line 2 is '1.0 0.5'"),
+        ("1.0\t0.5\n\n1.0\t0.5\n", '{"sink_size": 4, "recent_size": 8}', "line 2 is ''"),
         ("1.0\t0.5\n1.0\n", '{"sink_size": 4, "recent_size": 8}', "line 2 has 1 scores, the first line 2"),
         ("", '{"sink_size": 4, "recent_size": 8}', "table of layers"),
         ("1.0\tnan\n", '{"sink_size": 4, "recent_size": 8}', "layer 0, head 1 is nan"),
@@ -175,6 +178,22 @@ def test_damaged_patterns_are_refused(table: str | None, settings: str | None, m
         (tmp_path / "config.json").write_text(settings)
     with pytest.raises(BadPattern, match=message):
         HeadPattern.load(tmp_path)
+
+
+def test_what_editors_leave_in_a_pattern_is_read(tmp_path: Path) -> None:
+    (tmp_path / "full_attention_heads.tsv").write_bytes(b"\xef\xbb\xbf1.0\t0.5\r\n0.25\t0\t\r\n\r\n")
+    settings = {"sink_size": 4, "recent_size": 8, "source": "from\nsome\x1b[31mwhere"}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    loaded = HeadPattern.load(tmp_path)
+    assert loaded.scores.tolist() == [[1.0, 0.5], [0.25, 0.0]]
+    assert loaded.source == "from some [31mwhere"
+
+
+def test_a_pattern_can_be_read_by_whoever_may_read_its_folder(tmp_path: Path) -> None:
+    pattern([[0.5, 0.5]]).save(tmp_path)
+    (tmp_path / "other").write_text("")
+    modes = {file.stat().st_mode for file in tmp_path.iterdir()}
+    assert len(modes) == 1 and len(list(tmp_path.iterdir())) == 3
 
 
 def test_a_pattern_of_another_model_is_refused_with_both_shapes() -> None:
